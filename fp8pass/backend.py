@@ -1,0 +1,175 @@
+"""``torch.compile(backend="fp8pass")``, and the options that do the same for ``backend="inductor"``.
+
+The backend is Inductor with two passes: producers are read and fused in the joint pre-pass, where
+the graph is pristine and all roundings are there; scaled products are lowered in the post-grad
+post-pass.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+from fp8pass.errors import OptionError, choices
+from fp8pass.options import Options
+
+#: Our options among Inductor's in ``torch.compile(..., options={...})``.
+PREFIX = "fp8pass."
+
+
+def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Separate ``{"fp8pass.numerics": "fast", "max_autotune": True}`` into ours and Inductor's.
+
+    Raises:
+        OptionError: a name that belongs to neither.
+    """
+    import torch._inductor.config as inductor
+
+    ours, theirs = {}, {}
+    for name, value in (options or {}).items():
+        if name.startswith(PREFIX):
+            ours[name.removeprefix(PREFIX)] = value
+        elif name.replace("-", "_") in inductor.get_config_copy():
+            theirs[name.replace("-", "_")] = value
+        else:
+            allowed = choices(f"{PREFIX}{n}" for n in Options.names())
+            raise OptionError(
+                f"unknown option {name!r}: not one of Inductor's, and fp8pass's are {allowed}"
+            )
+    return ours, theirs
+
+
+def mode_patches(mode: str | None) -> dict[str, Any]:
+    """What ``mode=`` means to Inductor (``"reduce-overhead"``, ``"max-autotune"``, ...).
+
+    Raises:
+        OptionError: an unknown mode.
+    """
+    import torch._inductor as inductor
+
+    if mode is None or mode == "default":
+        return {}
+    known = inductor.list_mode_options()
+    if mode not in known:
+        raise OptionError(f"unknown mode {mode!r}; allowed: {choices(known)}")
+    return dict(known[mode])
+
+
+def existing_passes(hook: str, patches: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The passes that a user or another library has set for a hook; fp8pass chains to them."""
+    import torch._inductor.config as inductor
+
+    from fp8pass.passes import chain, without_ours
+
+    current = patches[hook] if hook in patches else getattr(inductor, hook)
+    return without_ours(chain(current))
+
+
+def fp8pass_backend(
+    gm: fx.GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    mode: str | None = None,
+    options: Mapping[str, Any] | None = None,
+) -> Callable[..., Any]:
+    """The backend that ``torch.compile(model, backend="fp8pass")`` finds through its entry point.
+
+    Args:
+        gm: Dynamo's graph.
+        example_inputs: fake or real inputs.
+        mode: as for Inductor.
+        options: Inductor's options, and ours with the prefix ``"fp8pass."``.
+
+    Raises:
+        OptionError: a bad option or mode, named.
+        NoKernelError: a forced kernel cannot take a site.
+    """
+    import torch._inductor.compile_fx as inductor
+
+    ours, theirs = split_options(options)
+    resolved = Options.resolve(**ours)
+    patches = {**mode_patches(mode), **theirs}
+    joint, post = two_hooks(resolved, patches)
+    patches |= {"joint_custom_pre_pass": joint, "post_grad_custom_post_pass": post}
+
+    def compile_graph(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        from fp8pass.report.collector import collecting
+
+        key = compile_key(
+            graph, inputs, (joint.uuid(), post.uuid(), mode, sorted(map(str, theirs)))
+        )
+        with collecting(key, uuid=post.identity_text()) as report:
+            result = inductor.compile_fx(graph, inputs, config_patches=patches)
+        if report.from_cache and resolved.dump:
+            from fp8pass.report import Dump
+
+            Dump(resolved.dump).write_report(report)
+        return cast(Callable[..., Any], result)
+
+    return compile_graph(gm, example_inputs)
+
+
+def two_hooks(options: Options, patches: Mapping[str, Any]) -> tuple[Any, Any]:
+    """The passes of the two hooks of ``backend="fp8pass"``, each chained to what is there."""
+    from fp8pass.passes import Fp8Pass
+
+    return (
+        Fp8Pass(options, "joint", existing_passes("joint_custom_pre_pass", patches)),
+        Fp8Pass(options, "post", existing_passes("post_grad_custom_post_pass", patches)),
+    )
+
+
+def compile_key(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str | None:
+    """A name for this very compile, by which its report is found again after a cache hit.
+
+    The graph's code, the inputs' metadata and the identity of the pass; None if caches are off.
+    """
+    import torch._inductor.config as inductor
+
+    if inductor.force_disable_caches or identity[0] is None or identity[1] is None:
+        return None
+    digest = hashlib.sha256()
+    digest.update(gm.print_readable(print_output=False, include_stride=True).encode())
+    for value in inputs:
+        if isinstance(value, torch.Tensor):
+            text = (
+                str(tuple(value.shape)),
+                str(tuple(value.stride())),
+                str(value.dtype),
+                str(value.device),
+                str(value.requires_grad),
+            )
+        else:
+            text = (str(type(value)), str(value), "", "", "")
+        digest.update(repr(text).encode())
+    digest.update(repr((identity, torch.is_grad_enabled())).encode())
+    return digest.hexdigest()
+
+
+def inductor_options(base: Mapping[str, Any] | None = None, **options: Any) -> dict[str, Any]:
+    """Options for ``torch.compile(model, options=fp8pass.inductor_options())``.
+
+    Everything happens in one hook, after Inductor's joint passes.
+
+    Args:
+        base: further options of Inductor to keep; a pass that is set there, or in Inductor's
+            configuration, runs before ours.
+        options: fields of :class:`fp8pass.Options`.
+
+    Returns:
+        ``base`` with ``post_grad_custom_post_pass`` set.
+
+    Raises:
+        OptionError: a bad option, named.
+    """
+    from fp8pass.passes import Fp8Pass
+
+    resolved = Options.resolve(**options)
+    merged = dict(base or {})
+    before = existing_passes("post_grad_custom_post_pass", merged)
+    merged["post_grad_custom_post_pass"] = Fp8Pass(resolved, "all", before)
+    return merged

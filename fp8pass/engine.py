@@ -1,0 +1,306 @@
+"""The engine: read, fuse, lower, give back, check - on one FX graph, with a record of every site.
+
+    received ─► read ─► fuse ─► lower ─► give back ─► check ─► after
+                 │        │        │          │
+                 └────────┴────────┴──────────┴─► one record per site
+
+Two ways to run it. ``joint`` and ``post`` are the halves of ``backend="fp8pass"``: producers are
+read and fused in the pristine graph, scaled products are lowered after Inductor's own passes, and
+nothing that was read but not fused crosses from one to the other. ``all`` does everything in one
+graph (the Inductor option).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import fx
+
+from fp8pass.lowerings import choose
+from fp8pass.lowerings.producers import lower_producer, write_out
+from fp8pass.lowerings.site import emit_site, problem_of
+from fp8pass.options import Options
+from fp8pass.patterns.producers import RULES
+from fp8pass.patterns.rule import Fuel, RuleEngine
+from fp8pass.reasons import YES, Verdict, no
+from fp8pass.report import GraphRecord, Rejected, Site
+from fp8pass.site_draft import Draft
+from fp8pass.spellings.reader import Reader, anchors, not_fused, touches_fp8
+from fp8pass.spellings.walk import VIEWS, is_call, val, where
+from fp8pass.target import Target
+from fp8pass.workbench import Snapshot, Workbench, merge_common
+
+Stage = Literal["joint", "post", "all"]
+
+#: Called after a step with (step, graph); the graph still holds replaced nodes as dead code.
+Observer = Callable[[str, fx.Graph], None]
+
+
+def door(graph: fx.Graph) -> Verdict:
+    """Whether the pass may work on this graph at all."""
+    if not touches_fp8(graph):
+        return no("FP8-P004")
+    why = _training(graph)
+    if why:
+        return no("FP8-P001", why=why)
+    if _ahead_of_time():
+        return no("FP8-P002")
+    return YES
+
+
+def _training(graph: fx.Graph) -> str:
+    """Why a graph is one of training; AOTAutograd names inputs of such graphs in its own way."""
+    for node in graph.nodes:
+        if node.op != "placeholder":
+            continue
+        name = str(node.target)
+        if name.startswith(("primals_", "tangents_")):
+            return f"its input {name} is one of a graph with a backward"
+    return ""
+
+
+def _ahead_of_time() -> bool:
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V, "aot_compilation", False)) is True
+
+
+def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:
+    """The target of the graph's FP8 nodes: the one asked for, or that of their device."""
+    devices = set()
+    for node in anchors(graph):
+        value = val(node)
+        value = value[0] if isinstance(value, (tuple, list)) else value
+        if isinstance(value, torch.Tensor):
+            devices.add(value.device)
+    types = sorted({device.type for device in devices})
+    if options.target is not None:
+        target = Target.parse(options.target)
+        if types and types != [target.device_type]:
+            return no("FP8-P005", devices=", ".join(types), target=target.spec)
+        return target
+    if len(types) != 1:
+        return no("FP8-P005", devices=", ".join(types) or "none", target="one device")
+    return Target.detect(sorted(devices, key=str)[0])
+
+
+@dataclass
+class Run:
+    """One run over one graph."""
+
+    graph: fx.Graph
+    options: Options
+    stage: Stage
+    record: GraphRecord
+    observe: Observer | None = None
+    step: str = "door"
+    rewrites: int = 0
+    _clock: float = field(default_factory=time.perf_counter)
+
+    def done(self, step: str, following: str) -> None:
+        """Book the time of a step and show the graph to the observer (not on the clock)."""
+        now = time.perf_counter()
+        self.record.seconds[step] = self.record.seconds.get(step, 0.0) + now - self._clock
+        if self.observe is not None and step in ("read", "fuse"):
+            self.observe(step, self.graph)
+        self.step = following
+        self._clock = time.perf_counter()
+
+    def execute(self, target: Target) -> list[Site]:
+        """All steps. The graph may be half rewritten if this raises."""
+        bench_graph, stage = self.graph, self.stage
+        found = anchors(bench_graph)
+        if stage != "post":
+            merge_common(bench_graph, found)
+        self.done("merge", "read")
+
+        bench = Workbench(bench_graph)
+        reader = Reader(bench)
+        if stage != "post":
+            reader.read_producers()
+            reader.read_quantises()
+        if stage != "joint":
+            reader.read_products()
+        self.done("read", "fuse")
+
+        fuel = Fuel(self.options.fuel)
+        if stage != "post":
+            self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(RULES)
+        self.done("fuse", "lower")
+
+        drafts = list(reader.drafts.values())
+        live = bench.live()
+        for draft in drafts:
+            _count_readers(draft, live)
+        for draft in drafts:
+            if draft.kind == "scaled_mm":
+                self._lower_product(bench, draft, target, fuel)
+            elif draft.status == "fused":
+                lower_producer(bench, draft, target, self.options)
+        self.done("lower", "give back")
+
+        for draft in drafts:
+            if draft.status == "left" and draft.fused_into is None:
+                if draft.verdict is None:
+                    draft.refuse("", not_fused(draft, live))
+                bench.undo(draft.swaps)
+                if not draft.swaps:
+                    write_out(bench, draft)
+        self.done("give back", "check")
+
+        bench.finish()
+        self.done("check", "report")
+        return _sites(drafts, reader)
+
+    def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
+        problem = problem_of(draft, target)
+        choice = choose(target, problem, self.options)
+        draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
+        draft.shape = f"{problem.m}x{problem.n or 'N'}x{problem.k or 'K'}"
+        if not choice.plan:
+            draft.refuse("", choice.verdict)
+            return
+        spent = fuel.take()
+        if not spent:
+            draft.refuse("", spent)
+            return
+        kernel = choice.plan[-1][1]
+        node = draft.node
+        with bench.graph.inserting_before(node):
+            result = kernel.emit(
+                bench.graph, emit_site(draft, problem, target, self.options.numerics)
+            )
+        draft.swaps.append(bench.swap(node, result))
+        for name in ("stack_trace", "nn_module_stack"):
+            if name in node.meta:
+                result.meta.setdefault(name, node.meta[name])
+        draft.status, draft.kernel, draft.rule = "lowered", kernel.name, "scaled_mm"
+        draft.plan = ";".join(f"{m}={k.name}" for m, k in choice.plan)
+        draft.why = f"{choice.why}{'; ' + choice.note if choice.note else ''}"
+        self.rewrites += 1
+
+
+def _count_readers(draft: Draft, live: set[fx.Node]) -> None:
+    """Number of live readers of the site's result, counted behind reshapes."""
+    source = draft.readers_of if draft.readers_of is not None else draft
+    name = "q" if "q" in source.outputs else next(iter(source.outputs))
+    outputs = [source.outputs[name]]
+    if draft.readers_of is not None:  # fused: the codes are an output of the fused operator
+        outputs = [swap.new for swap in draft.swaps if swap.old is source.outputs[name]]
+    stack, seen, count = outputs, set(outputs), 0
+    while stack:
+        for user in stack.pop().users:
+            if user not in live or user in seen:
+                continue
+            seen.add(user)
+            if is_call(user, *VIEWS):
+                stack.append(user)
+            else:
+                count += 1
+    draft.readers = count
+
+
+def _sites(drafts: list[Draft], reader: Reader) -> list[Site]:
+    sites = []
+    for draft in drafts:
+        if draft.fused_into is not None:
+            continue
+        verdict = draft.verdict if draft.status == "left" else None
+        fused = draft.status == "fused"
+        key = draft.readers_of.key if draft.readers_of is not None else draft.key
+        sites.append(
+            Site(
+                kind=draft.kind,
+                status=draft.status,
+                rule=draft.rule,
+                code=verdict.code if verdict is not None else "",
+                message=verdict.message if verdict is not None else draft.why,
+                hint=verdict.hint if verdict is not None else "",
+                kernel=draft.kernel,
+                where=draft.where,
+                readers=draft.readers,
+                node=draft.root_name,
+                source=draft.source,
+                key=key,
+                shape=draft.shape,
+                plan=draft.plan,
+                rejected=tuple(Rejected(n, v.code, v.message) for n, v in draft.rejected),
+            )
+        )
+        assert not fused or draft.kernel
+    for kind, node, verdict in reader.unread:
+        sites.append(
+            Site(
+                kind=kind,
+                status="left",
+                code=verdict.code,
+                message=verdict.message,
+                hint=verdict.hint,
+                where=where(node),
+                readers=len(node.users),
+                node=node.name,
+            )
+        )
+    return sites
+
+
+def run(
+    graph: fx.Graph,
+    options: Options,
+    stage: Stage,
+    record: GraphRecord,
+    observe: Observer | None = None,
+) -> Exception | None:
+    """Run a stage over ``graph`` in place and fill in ``record``.
+
+    If a step fails, or nothing was rewritten, the graph is put back to what it was, to the node.
+
+    Returns:
+        the exception of a step that failed, None otherwise. Never raises for such a failure, except
+        :class:`NoKernelError`: a forced kernel that cannot be had is the user's to know.
+    """
+    from fp8pass.errors import NoKernelError
+
+    record.nodes_before = record.nodes_after = len(graph.nodes)
+    record.verdict = door(graph)
+    if not record.verdict:
+        return None
+    target = graph_target(graph, options)
+    if isinstance(target, Verdict):
+        record.verdict = target
+        return None
+    record.target = target.spec
+    started = time.perf_counter()
+    snapshot = Snapshot(graph)
+    record.seconds["snapshot"] = time.perf_counter() - started
+    work = Run(graph, options, stage, record, observe)
+    try:
+        sites = work.execute(target)
+        changed = snapshot.check_outputs(graph)
+        if changed:
+            raise RuntimeError(changed)
+    except Exception as error:
+        snapshot.restore(graph)
+        if isinstance(error, NoKernelError):
+            raise
+        node = getattr(error, "fp8pass_node", "the graph")
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        record.verdict = no(
+            "FP8-P003", step=work.step, node=node, error=text, repro=options.dump or "FP8PASS_DUMP"
+        )
+        record.sites = []
+        return error
+    if work.rewrites == 0:
+        snapshot.restore(graph)
+    record.sites = sites
+    record.nodes_after = len(graph.nodes)
+    return None
+
+
+def plain_options(options: Options) -> dict[str, Any]:
+    """The options as plain data for a record."""
+    return {name: getattr(options, name) for name in Options.names()}

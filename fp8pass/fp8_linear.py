@@ -1,0 +1,425 @@
+"""Fp8Linear: a linear with an fp8 weight, and the recipes by which one is made.
+
+The forward is plain torch, the generic *quantise -> torch._scaled_mm* graph that anyone could have
+written: it runs without fp8pass, and fp8pass reads it like any other model's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from fp8pass.errors import OptionError, UnsupportedError, choices
+from fp8pass.quant_key import (
+    QuantKey,
+    fp8_max,
+    kFp8DynamicTensorSym,
+    kFp8DynamicTokenSym,
+    kFp8StaticChannelSym,
+    kFp8StaticTensorSym,
+)
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = fp8_max(FP8)
+#: Smallest dequant scale: an all-zero row or channel is divided by this instead of by zero.
+SCALE_FLOOR = 1e-12
+
+_MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How a linear is quantised: the key of its input and the key of its weight."""
+
+    name: str
+    act: QuantKey
+    weight: QuantKey
+
+    @staticmethod
+    def get(recipe: str | Recipe) -> Recipe:
+        """The recipe of that name. Raises :class:`OptionError` naming the allowed ones."""
+        name = recipe.name if isinstance(recipe, Recipe) else recipe
+        if name not in RECIPES:
+            raise OptionError(f"unknown recipe {name!r}; allowed: {choices(RECIPES)}")
+        return RECIPES[name]
+
+
+#: static: per-tensor inputs (calibrated) x per-tensor weights; dynamic: per-token x per-channel;
+#: dynamic_tensor: per-tensor x per-tensor, the input's scale computed at run time.
+RECIPES: dict[str, Recipe] = {
+    "static": Recipe("static", kFp8StaticTensorSym, kFp8StaticTensorSym),
+    "dynamic": Recipe("dynamic", kFp8DynamicTokenSym, kFp8StaticChannelSym),
+    "dynamic_tensor": Recipe("dynamic_tensor", kFp8DynamicTensorSym, kFp8StaticTensorSym),
+}
+
+
+class SharedScale:
+    """Held by all linears that share one input scale, to bring them together again.
+
+    ``Module._apply`` and ``load_state_dict`` treat every module by itself, so that q, k and v would
+    end with three equal tensors. Each module hands its new tensor in here; the first one is kept,
+    and the others take it over where it is the same value on the same device.
+    """
+
+    def __init__(self) -> None:
+        self._tensor: torch.Tensor | None = None
+        self._made_from: torch.Tensor | None = None
+
+    def shared(self, scale: torch.Tensor, made_from: torch.Tensor | None = None) -> torch.Tensor:
+        """``scale``, or the tensor that another linear already holds in its place.
+
+        ``made_from`` is the tensor that a conversion made ``scale`` from; it decides where there
+        are no values to compare, as on the meta device.
+        """
+        held = self._tensor
+        if held is not None and held.device == scale.device and type(held) is type(scale):
+            if scale.is_meta or type(scale) is not torch.Tensor:
+                same = made_from is not None and made_from is self._made_from
+            else:
+                same = torch.equal(held, scale)
+            if same:
+                return held
+        self._tensor, self._made_from = scale, made_from
+        return scale
+
+
+class Fp8Linear(nn.Module):
+    """A linear layer with an fp8 weight and an input that is quantised on the way in.
+
+    Attributes (all buffers):
+        weight: float8_e4m3fn ``[N, K]``, row-major.
+        weight_scale: float32 dequant scale, 0-d (per-tensor) or contiguous ``[1, N]``.
+        input_scale: float32 0-d dequant scale of the input; None unless the recipe is static.
+        bias: ``[N]`` in the model's dtype, or None.
+        weight_prepared: packed copy made by :func:`fp8pass.prepare.prepare`, not in the state
+            dict; None unless prepared.
+
+    Converting the module (``model.half()``) changes the dtype of ``bias`` alone. It has no
+    gradients: unprepared, the forward runs and ``backward`` (or compiling with gradients on) ends
+    in torch's own "derivative for aten::_scaled_mm is not implemented"; prepared, the forward
+    raises. Use it under ``torch.no_grad()``. Under autocast it follows the dtype of its input.
+
+    Args:
+        in_features: K.
+        out_features: N.
+        recipe: ``"static"``, ``"dynamic"`` or ``"dynamic_tensor"``.
+        bias: whether there is one.
+        dtype: of the bias; default ``torch.get_default_dtype()``.
+        device: of the buffers, which are empty until a state dict is loaded.
+    """
+
+    weight: torch.Tensor
+    weight_scale: torch.Tensor
+    input_scale: torch.Tensor | None
+    bias: torch.Tensor | None
+    weight_prepared: torch.Tensor | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        recipe: str | Recipe,
+        *,
+        bias: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        found = Recipe.get(recipe)
+        self.in_features = in_features
+        self.out_features = out_features
+        # Plain strings rather than the recipe: the fewer attributes the forward reads, the fewer
+        # guards Dynamo checks, and a model has hundreds of these.
+        self.recipe = found.name
+        self._act_key = str(found.act)
+        self._weight_key = str(found.weight)
+        self._shared_scale: SharedScale | None = None
+        #: (weight, its version) that ``weight_prepared`` was packed from.
+        self._packed_from: tuple[torch.Tensor, int | None] | None = None
+        shape = (1, out_features) if found.weight.granularity == "channel" else ()
+        scale = torch.ones((), device=device) if found.act.scale.static else None
+        vector = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.register_buffer(
+            "weight", torch.empty(out_features, in_features, dtype=FP8, device=device)
+        )
+        self.register_buffer("weight_scale", torch.ones(shape, dtype=torch.float32, device=device))
+        self.register_buffer("input_scale", None if scale is None else scale.float())
+        self.register_buffer("bias", vector)
+        self.register_buffer("weight_prepared", None, persistent=False)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Linear,
+        recipe: str | Recipe,
+        input_scale: torch.Tensor | float | None = None,
+    ) -> Fp8Linear:
+        """Quantise a linear: weight scale = amax / 448 (at least 1e-12), divided in float32.
+
+        Args:
+            linear: with weight ``[N, K]`` in bf16, fp16 or fp32; left as it is.
+            recipe: see :data:`RECIPES`.
+            input_scale: dequant scale of the input, > 0; for the static recipe, and only for it.
+
+        Raises:
+            OptionError: unknown recipe, or ``input_scale`` missing, superfluous or not usable.
+            UnsupportedError: the weight cannot be quantised; the message says why.
+        """
+        found = Recipe.get(recipe)
+        reason = weight_reason(linear)
+        if reason:
+            raise UnsupportedError(f"this linear cannot be quantised: {reason}")
+        scale = _checked_input_scale(found, input_scale)
+        # Not even inside torch.inference_mode: buffers made there could never be used outside.
+        with torch.inference_mode(False), torch.no_grad():
+            weight = linear.weight.detach()
+            bias = None if linear.bias is None else linear.bias.detach()
+            codes, weight_scale = _quantize_weight(weight, found.weight.granularity == "channel")
+            out, width = weight.shape
+            new = cls(width, out, found, device="meta")
+            new._buffers["weight"] = codes
+            new._buffers["weight_scale"] = weight_scale
+            new._buffers["bias"] = None if bias is None else bias.clone()
+            if scale is not None:
+                new._buffers["input_scale"] = torch.tensor(
+                    scale, dtype=torch.float32, device=weight.device
+                )
+        new.training = linear.training
+        return new
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """``x`` ``[..., K]`` in bf16, fp16 or fp32 -> ``[..., N]`` in the dtype of ``x``.
+
+        Raises:
+            UnsupportedError: another dtype or last dim; prepared and a gradient is asked for.
+        """
+        if x.dtype not in _MODEL_DTYPES:
+            raise UnsupportedError(
+                f"Fp8Linear got an input of {x.dtype}; allowed: bfloat16, float16, float32. (A "
+                "model that casts to `linear.weight.dtype` needs this layer in `skip`.)"
+            )
+        if x.shape[-1] != self.in_features:
+            raise UnsupportedError(
+                f"Fp8Linear got an input of shape {tuple(x.shape)}; its last dim must be "
+                f"{self.in_features}"
+            )
+        shape = (*x.shape[:-1], self.out_features)
+        # Row-major, as every product wants it; no copy and no node where it already is.
+        x2 = x.reshape(-1, self.in_features).contiguous()
+        if self.recipe == "static":
+            scale = self.input_scale
+            assert scale is not None
+            q = (x2.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+        else:
+            xf = x2.float()
+            if self.recipe == "dynamic":
+                amax = xf.abs().amax(-1, keepdim=True)
+            elif x2.numel() == 0:  # amax of nothing is an error
+                return x.new_empty(shape)
+            else:
+                amax = xf.abs().amax()
+            scale = (amax / FP8_MAX).clamp(min=SCALE_FLOOR)
+            q = (xf / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+
+        if self.weight_prepared is not None:
+            return self._prepared_product(q, scale, x).reshape(shape)
+        bias = self.bias
+        if bias is not None and x.dtype == torch.float32:
+            # On CUDA a float32 product takes no bias.
+            out = torch._scaled_mm(
+                q, self.weight.t(), scale, self.weight_scale, out_dtype=torch.float32
+            )
+            return (out + bias.float()).reshape(shape)
+        if bias is not None and bias.dtype != x.dtype:
+            bias = bias.to(x.dtype)  # what autocast does; on CUDA the two must agree
+        out = torch._scaled_mm(
+            q, self.weight.t(), scale, self.weight_scale, bias=bias, out_dtype=x.dtype
+        )
+        return out.reshape(shape)
+
+    def _prepared_product(
+        self, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        if x.requires_grad and torch.is_grad_enabled():
+            # The operator has no autograd formula: the gradient would be dropped in silence.
+            raise UnsupportedError("a prepared Fp8Linear has no gradient; use torch.no_grad()")
+        out: torch.Tensor = torch.ops.fp8pass.scaled_mm(
+            q,
+            self.weight.t(),
+            scale,
+            self.weight_scale,
+            self.bias,
+            x.dtype,
+            self._act_key,
+            self._weight_key,
+            False,
+            self.weight_prepared,
+        )
+        return out
+
+    def extra_repr(self) -> str:
+        """As for ``nn.Linear``, plus the recipe."""
+        text = f"in_features={self.in_features}, out_features={self.out_features}"
+        text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
+        return text + (", prepared" if self.weight_prepared is not None else "")
+
+    # -- moving, loading, copying: the codes keep their dtype, shared scales stay shared, and the
+    # -- prepared copy is never older than the weight
+
+    def share_input_scale(self, holder: SharedScale) -> None:
+        """Let ``holder`` decide which tensor is the input scale, from now on."""
+        self._shared_scale = holder
+        self._rejoin_scale(None)
+
+    def _rejoin_scale(self, made_from: torch.Tensor | None) -> None:
+        scale = self.input_scale
+        if self._shared_scale is not None and scale is not None:
+            self._buffers["input_scale"] = self._shared_scale.shared(scale, made_from)
+
+    def prepare_weight(self) -> int:
+        """Pack the weight for the CPU product; bytes of the copy, 0 if it is there already."""
+        version = None if self.weight.is_inference() else self.weight._version
+        packed_from = self._packed_from
+        if (
+            self.weight_prepared is not None
+            and packed_from is not None
+            and packed_from[0] is self.weight
+            and packed_from[1] == version
+        ):
+            return 0
+        import fp8pass.ops  # noqa: F401  registers the operator that the forward now calls
+        from fp8pass.kernels import cpu
+
+        with torch.inference_mode(False), torch.no_grad():
+            packed = cpu.pack(self.weight)
+        self._buffers["weight_prepared"] = packed
+        self._packed_from = (self.weight, version)
+        return packed.numel() * packed.element_size()
+
+    def unprepare_weight(self) -> bool:
+        """Drop the packed copy; whether there was one."""
+        had = self.weight_prepared is not None
+        self._buffers["weight_prepared"] = None
+        self._packed_from = None
+        return had
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Fp8Linear:
+        scale = self.input_scale
+        device = self.weight.device
+        prepared = self.weight_prepared is not None
+
+        def same_dtype(tensor: torch.Tensor) -> torch.Tensor:
+            """``fn`` without its conversion: half precision would ruin the codes and scales."""
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+
+        for name, buffer in self._buffers.items():
+            if buffer is not None:
+                self._buffers[name] = fn(buffer) if name == "bias" else same_dtype(buffer)
+        self._rejoin_scale(scale)
+        if prepared and self.weight.device != device:
+            self.unprepare_weight()  # its layout is one CPU kernel's own
+        elif prepared:
+            version = None if self.weight.is_inference() else self.weight._version
+            self._packed_from = (self.weight, version)
+        return self
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        new_weight = state_dict.get(prefix + "weight")
+        if new_weight is not None and new_weight.dtype != FP8:
+            error_msgs.append(
+                f"{prefix}weight is {new_weight.dtype}, and an Fp8Linear holds {FP8} codes: load "
+                "such a checkpoint before quantize_, not after"
+            )
+            return
+        if self.input_scale is not None and self._shared_scale is not None:
+            # Loading copies in place, and this tensor may be other modules' as well.
+            self._buffers["input_scale"] = self.input_scale.clone()
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+        # load_state_dict(assign=True) takes the tensors as they are.
+        self._buffers["weight"] = self.weight.contiguous()
+        self._buffers["weight_scale"] = self.weight_scale.float().contiguous()
+        if self.input_scale is not None:
+            self._buffers["input_scale"] = self.input_scale.float()
+        self._rejoin_scale(None)
+        if new_weight is not None and self.unprepare_weight():
+            self._pack_again()
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The packed layout belongs to this machine's kernel; a copy or a pickle packs its own.
+        state: dict[str, Any] = {**self.__dict__, "_buffers": dict(self._buffers)}
+        state["_buffers"]["weight_prepared"] = None
+        # torch.save knows float8, but plain pickle fails to load it; bytes always work.
+        state["_buffers"]["weight"] = self.weight.view(torch.uint8)
+        state["_packed_from"] = None
+        state["_was_prepared"] = self.weight_prepared is not None
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        state["_buffers"]["weight"] = state["_buffers"]["weight"].view(FP8)
+        prepared = state.pop("_was_prepared", False)
+        super().__setstate__(state)
+        if prepared:
+            self._pack_again()
+
+    def _pack_again(self) -> None:
+        # Meta and fake weights have no values to pack; such a layer is simply not prepared.
+        if type(self.weight) is torch.Tensor and self.weight.device.type == "cpu":
+            self.prepare_weight()
+
+
+def _quantize_weight(weight: torch.Tensor, channel: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """``[N, K]`` weight -> fp8 codes ``[N, K]`` and dequant scale, 0-d or ``[1, N]``."""
+    w = weight.float()
+    amax = w.abs().amax(1, keepdim=True) if channel else w.abs().amax()
+    if not bool(amax.isfinite().all()):
+        raise UnsupportedError("this linear cannot be quantised: its weight is not finite")
+    scale = (amax / FP8_MAX).clamp(min=SCALE_FLOOR)
+    codes = (w / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8).contiguous()
+    return codes, scale.reshape(1, -1) if channel else scale
+
+
+def _checked_input_scale(recipe: Recipe, scale: torch.Tensor | float | None) -> float | None:
+    if not recipe.act.scale.static:
+        if scale is not None:
+            raise OptionError(f"recipe {recipe.name!r} computes its input scale; pass none")
+        return None
+    if scale is None:
+        raise OptionError(
+            f"recipe {recipe.name!r} needs input_scale, the dequant scale amax / {FP8_MAX:g}"
+        )
+    value = float(scale)
+    if not (math.isfinite(value) and value > 0):
+        raise OptionError(f"input_scale is {value}; it must be finite and greater than 0")
+    return value
+
+
+def weight_reason(linear: nn.Linear) -> str | None:
+    """Why this linear's weight cannot be quantised, or None; without looking at its values."""
+    weight = linear.weight
+    if type(weight) not in (nn.Parameter, torch.Tensor) or type(weight.data) is not torch.Tensor:
+        return f"its weight is a {type(weight).__name__}, not a plain tensor"
+    if weight.is_meta:
+        return "its weight is on the meta device"
+    if weight.numel() == 0:
+        return f"its weight is empty, {tuple(weight.shape)}"
+    if weight.dtype not in _MODEL_DTYPES:
+        return f"its weight is {weight.dtype}; allowed: bfloat16, float16, float32"
+    return None

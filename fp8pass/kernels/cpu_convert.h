@@ -1,0 +1,198 @@
+// Exact conversions between fp8, bf16, fp16 and fp32, and the unpacking of blocks of W (cpu_scaled_mm.cpp).
+#pragma once
+#include <cstdint>
+#include <cstring>
+#include <immintrin.h>
+
+#if !defined(__AVX2__) || !defined(__FMA__) || !defined(__F16C__)
+#error "needs AVX2, FMA and F16C"
+#endif
+#if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define FP8PASS_AVX512 1
+#endif
+
+namespace {
+
+using u8 = uint8_t;
+using u16 = uint16_t;
+using u32 = uint32_t;
+
+constexpr long NB = 32;         // columns per block
+constexpr long KR = 32;         // K is padded to a multiple of this (one AMX tile row of bf16)
+constexpr long GEMV_ROWS = 4;   // up to here the product is bound by reading weights
+constexpr long ROW_GROUP = 32;  // rows of A converted at a time; AMX works on 32 rows
+
+enum Isa { AUTO = 0, FP32 = 1, BF16 = 2, AMX = 3, GEMV = 4 };
+enum Type { NONE = 0, F32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
+
+struct Job {
+  const u8 *a, *w;
+  const u16* packed;
+  const float *scale_a, *scale_b;
+  const void* bias;
+  void* out;
+  long M, N, K, KP, lda, ldw, threads;
+  bool a_e5, w_e5, rowwise, colwise;
+  int bias_type, out_type;
+};
+
+inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
+inline u32 bits(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
+inline float real(u32 u) { float x; std::memcpy(&x, &u, 4); return x; }
+
+// ---- exact conversions ------------------------------------------------------------------------------
+// Integer arithmetic on purpose: an fp8 subnormal times a power of two would be lost under
+// torch.set_flush_denormal(True), and slow on CPUs that trap to microcode for subnormals.
+
+template <bool E5> inline u32 fp8_bits(u32 x) {  // fp8 code -> bits of the same value in fp32
+  const u32 mag = x & 0x7f, sign = (x & 0x80) << 24;
+  if (E5) {  // 5 exponent bits, bias 15; 0x7c is infinity, above are NaN
+    const u32 normal = (mag << 21) + (112u << 23), small = bits(float(int(mag)) * 0x1p-16f);
+    const u32 special = 0x7f800000u | ((mag & 3) << 21);
+    return sign | (mag < 4 ? small : mag >= 0x7c ? special : normal);
+  }
+  const u32 normal = (mag << 20) + (120u << 23), small = bits(float(int(mag)) * 0x1p-9f);
+  return sign | (mag < 8 ? small : mag == 0x7f ? 0x7fc00000u : normal);  // no infinities, one NaN
+}
+
+inline float half_to_float(u16 h) {
+  const u32 mag = h & 0x7fff, sign = u32(h & 0x8000) << 16;
+  if (mag >= 0x7c00) return real(sign | 0x7f800000u | (mag << 13));
+  if (mag < 0x400) return real(sign | bits(float(int(mag)) * 0x1p-24f));
+  return real(sign | ((mag << 13) + (112u << 23)));
+}
+
+inline u16 float_to_bf16(float x) {
+  const u32 u = bits(x);
+  return (u & 0x7fffffff) > 0x7f800000u ? u16(0x7fc0) : u16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
+}
+
+// ---- unpacking W ------------------------------------------------------------------------------------
+// unpack<E5, Sink>(): columns [n0, n0 + n) and k in [k0, k1) of W (k1 - k0 a multiple of KR).
+// Sinks take, for one pair of k and 8 or 16 columns, the values of the even and of the odd k.
+
+#ifdef FP8PASS_AVX512
+typedef __m512 vf;
+inline vf load(const float* p) { return _mm512_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
+inline vf splat(float x) { return _mm512_set1_ps(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
+#else
+typedef __m256 vf;
+inline vf load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
+inline vf splat(float x) { return _mm256_set1_ps(x); }
+inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
+#endif
+constexpr long VW = sizeof(vf) / sizeof(float);
+
+struct ToFloat {  // [k][NB] fp32
+  typedef float T;
+  static void put(float* out, long k, long col, vf even, vf odd) {
+    store(out + k * NB + col, even);
+    store(out + (k + 1) * NB + col, odd);
+  }
+};
+
+#ifdef FP8PASS_AVX512
+struct ToPairs {  // [k / 2][NB][2] bf16, a pair as one u32
+  typedef u32 T;
+  static void put(u32* out, long k, long col, vf even, vf odd) {
+    const __m512i low = _mm512_srli_epi32(_mm512_castps_si512(even), 16);
+    const __m512i high = _mm512_and_si512(_mm512_castps_si512(odd), _mm512_set1_epi32(int(0xffff0000)));
+    _mm512_storeu_si512(out + k / 2 * NB + col, _mm512_or_si512(low, high));
+  }
+};
+#endif
+
+// fp8 in 16-bit lanes -> fp16 bits. e5m2 is the upper half of fp16. e4m3 has a bias of 7 where fp16 has
+// 15: moved under fp16's exponent it reads as value / 256, exactly, subnormals included (the fp16
+// conversion instructions ignore the flush-denormals mode). `wide` holds the sign-extended code << 7.
+template <bool NANS> inline __m256i e4m3_halves(__m256i wide) {
+  __m256i h = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbf80)));
+  if (NANS) {
+    const __m256i nan = _mm256_set1_epi16(short(0xbf80));
+    const __m256i mag = _mm256_or_si256(h, _mm256_set1_epi16(short(0x8000)));
+    h = _mm256_or_si256(h, _mm256_cmpeq_epi16(mag, nan));
+  }
+  return h;
+}
+template <bool E5> constexpr float half_scale() { return E5 ? 1.0f : 256.0f; }
+
+template <class Sink> inline void put_halves(typename Sink::T* out, long k, long col, __m256i even, __m256i odd, vf scale) {
+#ifdef FP8PASS_AVX512
+  Sink::put(out, k, col, _mm512_mul_ps(_mm512_cvtph_ps(even), scale), _mm512_mul_ps(_mm512_cvtph_ps(odd), scale));
+#else
+  for (int half = 0; half < 2; ++half) {
+    const __m128i e = half ? _mm256_extracti128_si256(even, 1) : _mm256_castsi256_si128(even);
+    const __m128i o = half ? _mm256_extracti128_si256(odd, 1) : _mm256_castsi256_si128(odd);
+    Sink::put(out, k, col + 8 * half, _mm256_mul_ps(_mm256_cvtph_ps(e), scale), _mm256_mul_ps(_mm256_cvtph_ps(o), scale));
+  }
+#endif
+}
+
+// 16 columns x 16 k: transpose the k pairs (16-bit units) with 8x8 unpacking in each 128-bit lane, lane 0
+// holding columns 0-7 and lane 1 columns 8-15.
+template <bool E5, class Sink> inline void unpack_square(const u8* const* rows, long k, typename Sink::T* out, long at, long col) {
+  __m256i r[8], t[8];
+  for (int i = 0; i < 8; ++i)
+    r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(rows[i] + k))),
+                                   _mm_loadu_si128((const __m128i*)(rows[i + 8] + k)), 1);
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_epi16(r[2 * i], r[2 * i + 1]);
+    t[2 * i + 1] = _mm256_unpackhi_epi16(r[2 * i], r[2 * i + 1]);
+  }
+  for (int i = 0; i < 2; ++i)
+    for (int h = 0; h < 2; ++h) {
+      r[4 * i + 2 * h] = _mm256_unpacklo_epi32(t[4 * i + h], t[4 * i + h + 2]);
+      r[4 * i + 2 * h + 1] = _mm256_unpackhi_epi32(t[4 * i + h], t[4 * i + h + 2]);
+    }
+  for (int i = 0; i < 4; ++i) {
+    t[2 * i] = _mm256_unpacklo_epi64(r[i], r[i + 4]);
+    t[2 * i + 1] = _mm256_unpackhi_epi64(r[i], r[i + 4]);
+  }
+  const vf scale = splat(half_scale<E5>());
+  for (int i = 0; i < 8; ++i) {  // t[i]: the codes of k = 2i (low byte) and 2i + 1 (high byte) of 16 columns
+    const __m256i low = _mm256_slli_epi16(t[i], 8);
+    __m256i even, odd;
+    if (E5) {
+      even = low;
+      odd = _mm256_and_si256(t[i], _mm256_set1_epi16(short(0xff00)));
+    } else {
+      even = e4m3_halves<true>(_mm256_srai_epi16(low, 1));
+      odd = e4m3_halves<true>(_mm256_srai_epi16(t[i], 1));
+    }
+    put_halves<Sink>(out, at + 2 * i, col, even, odd, scale);
+  }
+}
+
+template <bool E5, class Sink> void unpack(const Job& j, long n0, long n, long k0, long k1, typename Sink::T* out) {
+  alignas(64) static const u8 zeros[16] = {};
+  const long whole = (j.K < k1 ? j.K : k1) & ~15L;
+  for (long col = 0; col < NB; col += 16) {
+    const u8* rows[16];
+    alignas(64) u8 tail[16][16] = {};
+    const u8* tails[16];
+    for (long i = 0; i < 16; ++i) {
+      const bool inside = col + i < n;
+      rows[i] = inside ? j.w + (n0 + col + i) * j.ldw : zeros;
+      tails[i] = tail[i];
+      if (inside && whole < k1 && whole < j.K) std::memcpy(tail[i], rows[i] + whole, j.K - whole);
+    }
+    if (col + 16 > n) {  // rows that do not exist read 16 zeros whatever k is
+      for (long k = k0; k < whole; k += 16) {
+        const u8* here[16];
+        for (long i = 0; i < 16; ++i) here[i] = col + i < n ? rows[i] + k : zeros;
+        unpack_square<E5, Sink>(here, 0, out, k - k0, col);
+      }
+    } else {
+      for (long k = k0; k < whole; k += 16) unpack_square<E5, Sink>(rows, k, out, k - k0, col);
+    }
+    for (long k = whole > k0 ? whole : k0; k < k1; k += 16) {
+      unpack_square<E5, Sink>(tails, 0, out, k - k0, col);
+      std::memset(tail, 0, sizeof tail);
+    }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,250 @@
+// FP8 W8A8 matrix product for CPUs: out = round_once((A . B) * scale_a * scale_b + bias).
+//
+// A is [M, K] fp8 (row stride lda), B is given as its transpose W, [N, K] fp8 (row stride ldw): the
+// layout of a linear layer's weight. Every fp8 value is exact in bf16 and in fp32, so the product
+// needs no fp8 hardware: convert exactly, accumulate in fp32, scale in fp32, round once.
+//
+// Blocks.  Columns of the result are worked on in blocks of NB = 32. The packed form of W, whether
+// made ahead of time (`packed`, see cpu.py: pack) or per block into thread-local scratch, is
+//     [ceil(N / NB)][KP / 2][NB][2] bf16,   KP = K rounded up to KR, zero padded in N and K,
+// that is the pair-interleaved ("VNNI") layout that AVX512-BF16 and AMX read. The fp32 kernel
+// reads [KP][NB] fp32 instead, which it makes per block (a few per cent of the product's time).
+//
+// Kernels: GEMV for M <= 4 straight from the fp8 bytes (reads one byte per weight, the least possible),
+// FP32 (AVX2, AVX-512), BF16 (AVX512-BF16), AMX. All threads draw (row chunk, column block) tasks from one
+// counter. A column block is always reduced in the same order, hence the result depends neither on the
+// thread count nor on whether `packed` was given.
+//
+// Files: cpu_convert.h (conversions), cpu_kernels.h (inner kernels), here tasks, threads, entry points.
+// Built by cpu.py with the compiler that Inductor uses, for the machine it runs on; no torch, Python or
+// OpenMP headers, so that it compiles in seconds with any of them.
+#include "cpu_kernels.h"
+
+#include <atomic>
+#include <cstdlib>
+
+// The entry point of the OpenMP runtime that torch has already loaded. Called by name, weakly, instead of
+// through `-fopenmp`: the compiler could be clang (LLVM's runtime) while torch brings GNU's, and two
+// pools of threads would spin against each other. Unresolved: one thread.
+extern "C" void GOMP_parallel(void (*)(void*), void*, unsigned, unsigned) __attribute__((weak));
+
+namespace {
+
+// ---- scratch and threads ----------------------------------------------------------------------------
+
+struct Buffer {  // grows, is kept between calls up to KEEP, freed when its thread ends
+  static constexpr size_t KEEP = size_t(32) << 20;
+  void* data = nullptr;
+  size_t size = 0;
+  ~Buffer() { std::free(data); }
+  template <class T> T* get(size_t count) {
+    const size_t need = (count * sizeof(T) + 4096) & ~size_t(4095);
+    if (need > size) {
+      std::free(data);
+      if (posix_memalign(&data, 4096, need)) data = nullptr;
+      size = data ? need : 0;
+    }
+    return static_cast<T*>(data);
+  }
+  void trim() {
+    if (size <= KEEP) return;
+    std::free(data);
+    data = nullptr;
+    size = 0;
+  }
+};
+thread_local Buffer activations, weights, sums;
+
+template <class Body> void parallel(long threads, long tasks, const Body& body) {
+  struct Shared { const Body* body; std::atomic<long> next; long tasks; } shared{&body, {0}, tasks};
+  auto work = [](void* p) {
+    Shared& s = *static_cast<Shared*>(p);
+    (*s.body)([&s] {  // draws a task, or -1 when none is left
+      const long task = s.next.fetch_add(1, std::memory_order_relaxed);
+      return task < s.tasks ? task : -1;
+    });
+  };
+  threads = threads < tasks ? threads : tasks;
+  if (threads > 1 && GOMP_parallel) GOMP_parallel(work, &shared, unsigned(threads), 0);
+  else work(&shared);
+}
+
+// ---- drivers ----------------------------------------------------------------------------------------
+
+template <class P> bool product(const Job& j) {
+  typedef typename P::T T;
+  T* a = activations.get<T>(P::size(j));
+  if (!a) return false;
+  const long groups = (j.M + ROW_GROUP - 1) / ROW_GROUP;
+  parallel(j.M * j.K > (1 << 16) ? j.threads : 1, groups, [&](auto draw) {
+    for (long g; (g = draw()) >= 0;)
+      for (long m = g * ROW_GROUP; m < j.M && m < (g + 1) * ROW_GROUP; ++m)
+        j.a_e5 ? P::template convert<true>(j, m, a) : P::template convert<false>(j, m, a);
+  });
+
+  // Tasks: column blocks, times row chunks where the blocks alone would not balance the threads. Each task
+  // unpacks its block anew, so not more chunks than that.
+  const long blocks = (j.N + NB - 1) / NB;
+  long chunks = (j.M + P::CAP - 1) / P::CAP;
+  const long wanted = j.threads > 1 ? (4 * j.threads + blocks - 1) / blocks : 1, most = (j.M + 31) / 32;
+  if (chunks < wanted) chunks = wanted < most ? wanted : most;
+  const long chunk = round_up((j.M + chunks - 1) / chunks, P::MR);
+  chunks = (j.M + chunk - 1) / chunk;
+  const bool one = j.KP <= P::KC;
+  std::atomic<bool> good{true};
+  parallel(j.threads, blocks * chunks, [&](auto draw) {
+    T* scratch = weights.get<T>((one ? j.KP : P::KC) / P::PER * NB);
+    float* c = sums.get<float>((one ? long(P::MR) : chunk) * NB);
+    if (!scratch || !c) {
+      good = false;
+      return;
+    }
+    P::begin();
+    for (long task; (task = draw()) >= 0;) {
+      const long block = task / chunks, n0 = block * NB, n = j.N - n0 < NB ? j.N - n0 : NB;
+      const long m0 = task % chunks * chunk, m1 = m0 + chunk < j.M ? m0 + chunk : j.M;
+      const Columns cols(j, n0, n);
+      for (long k0 = 0; k0 < j.KP; k0 += P::KC) {
+        const long ks = j.KP - k0 < P::KC ? j.KP - k0 : P::KC;
+        const T* w = scratch;
+        if (j.packed) w = P::panel(reinterpret_cast<const u32*>(j.packed) + (block * j.KP + k0) / 2 * NB, ks, scratch);
+        else if (j.w_e5) unpack<true, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
+        else unpack<false, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
+        for (long m = m0; m < m1; m += P::MR) {
+          const long rows = m1 - m < P::MR ? m1 - m : P::MR;
+          float* here = one ? c : c + (m - m0) * NB;
+          P::multiply(j, a, m, rows, w, k0, ks, here, k0 > 0);
+          if (k0 + ks == j.KP) finish(j, cols, m, rows, n0, n, here);
+        }
+      }
+    }
+    P::end();
+    weights.trim();
+    sums.trim();
+  });
+  activations.trim();
+  return good;
+}
+
+inline float total(vf x) {
+  alignas(64) float v[VW];
+  store(v, x);
+  for (long half = VW / 2; half; half /= 2)
+    for (long i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+
+// c[r][i] = A[r] . W[i] for R rows of A (fp32, zero padded) and C rows of W (fp8)
+template <bool E5, int R, int C> void dots(const float* a, long pitch, const u8* w, long ldw, long K, float* c) {
+  constexpr int PARTS = 16 / VW;
+  vf acc[R][C][PARTS];
+  __m128i top[C];
+  for (int i = 0; i < C; ++i) {
+    top[i] = _mm_setzero_si128();
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < PARTS; ++p) acc[r][i][p] = splat(0);
+  }
+  const auto step = [&](int i, __m128i codes, long k) {
+    __m256i h;
+    if (E5) {
+      h = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+    } else {  // NaN codes are only noted here: one of them makes the whole dot product NaN
+      h = e4m3_halves<false>(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7));
+      top[i] = _mm_max_epu8(top[i], _mm_and_si128(codes, _mm_set1_epi8(0x7f)));
+    }
+#ifdef FP8PASS_AVX512
+    const vf x[PARTS] = {_mm512_cvtph_ps(h)};
+#else
+    const vf x[PARTS] = {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
+#endif
+    for (int r = 0; r < R; ++r)
+      for (int p = 0; p < PARTS; ++p) acc[r][i][p] = fma(load(a + r * pitch + k + p * VW), x[p], acc[r][i][p]);
+  };
+  long k = 0;
+  for (; k + 16 <= K; k += 16)
+    for (int i = 0; i < C; ++i) step(i, _mm_loadu_si128((const __m128i*)(w + i * ldw + k)), k);
+  if (k < K)
+    for (int i = 0; i < C; ++i) {
+      alignas(16) u8 tail[16] = {};
+      std::memcpy(tail, w + i * ldw + k, K - k);
+      step(i, _mm_load_si128((const __m128i*)tail), k);
+    }
+  for (int i = 0; i < C; ++i) {
+    const bool nan = !E5 && _mm_movemask_epi8(_mm_cmpeq_epi8(top[i], _mm_set1_epi8(0x7f)));
+    for (int r = 0; r < R; ++r) {
+      float sum = total(acc[r][i][0]);
+      for (int p = 1; p < PARTS; ++p) sum += total(acc[r][i][p]);
+      c[r * NB + i] = nan ? real(0x7fc00000u) : sum * half_scale<E5>();
+    }
+  }
+}
+
+template <bool E5, int R> void gemv(const Job& j, const float* a) {
+  constexpr int C = R == 1 ? 4 : R == 2 ? 2 : 1;
+  parallel(j.threads, (j.N + NB - 1) / NB, [&](auto draw) {
+    for (long block; (block = draw()) >= 0;) {
+      const long n0 = block * NB, n = j.N - n0 < NB ? j.N - n0 : NB;
+      const u8* w = j.w + n0 * j.ldw;
+      alignas(64) float c[R * NB] = {};
+      long i = 0;
+      for (; i + C <= n; i += C) dots<E5, R, C>(a, Fp32::pitch(j), w + i * j.ldw, j.ldw, j.K, c + i);
+      for (; i < n; ++i) dots<E5, R, 1>(a, Fp32::pitch(j), w + i * j.ldw, j.ldw, j.K, c + i);
+      finish(j, Columns(j, n0, n), 0, R, n0, n, c);
+    }
+  });
+}
+
+template <bool E5> bool few_rows(const Job& j) {
+  float* a = activations.get<float>(Fp32::size(j));
+  if (!a) return false;
+  for (long m = 0; m < j.M; ++m) j.a_e5 ? Fp32::convert<true>(j, m, a) : Fp32::convert<false>(j, m, a);
+  j.M == 1 ? gemv<E5, 1>(j, a) : j.M == 2 ? gemv<E5, 2>(j, a) : j.M == 3 ? gemv<E5, 3>(j, a) : gemv<E5, 4>(j, a);
+  activations.trim();
+  return true;
+}
+
+int kernels() {  // bit i: kernel i of Isa can run here; bit 0: more than one thread can be used
+  int found = (GOMP_parallel ? 1 : 0) | 1 << FP32 | 1 << GEMV;
+#ifdef FP8PASS_BF16
+  found |= 1 << BF16;
+#endif
+#ifdef FP8PASS_AMX
+  if (Amx::permitted()) found |= 1 << AMX;
+#endif
+  return found;
+}
+
+}  // namespace
+
+extern "C" int fp8pass_kernels() { return kernels(); }
+
+// Returns 0, 1 (out of memory) or 2 (this kernel cannot run here). `flags`, from bit 0: A is e5m2, W is
+// e5m2, scale_a per row, scale_b per column, 2 bits bias type, 2 bits result type, 3 bits Isa (0: choose).
+extern "C" int fp8pass_scaled_mm(const void* a, long lda, const void* w, long ldw, const void* packed,
+                                 const void* scale_a, const void* scale_b, const void* bias, void* out, long M,
+                                 long N, long K, long flags, long threads) {
+  Job j{static_cast<const u8*>(a), static_cast<const u8*>(w), static_cast<const u16*>(packed),
+        static_cast<const float*>(scale_a), static_cast<const float*>(scale_b), bias, out, M, N, K,
+        round_up(K, KR), lda, ldw, threads, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8),
+        int(flags >> 4 & 3), int(flags >> 6 & 3)};
+  const double useful = double(M) * double(N) * double(K) / 2e5 + 1;  // a thread less than ~10 us costs more
+  if (useful < double(threads)) j.threads = long(useful);
+  int isa = int(flags >> 8 & 7);
+  const int can = kernels();
+  if (isa == AUTO) {
+    if (M <= GEMV_ROWS) isa = GEMV;
+    else isa = can >> AMX & 1 ? AMX : can >> BF16 & 1 ? BF16 : FP32;
+  }
+  if (!(can >> isa & 1)) return 2;
+  if (isa == GEMV) {
+    if (M > GEMV_ROWS) return 2;
+    return j.w_e5 ? !few_rows<true>(j) : !few_rows<false>(j);
+  }
+#ifdef FP8PASS_AMX
+  if (isa == AMX) return !product<Amx>(j);
+#endif
+#ifdef FP8PASS_BF16
+  if (isa == BF16) return !product<Bf16>(j);
+#endif
+  return !product<Fp32>(j);
+}

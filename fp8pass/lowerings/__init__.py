@@ -1,0 +1,48 @@
+"""Lowerings: the kernels for a scaled product, and the choice between them for a target.
+
+``choose(target, problem, options)`` answers with a plan and a reason for every other kernel;
+``plan[0][1].emit(graph, site)`` writes it into the graph. Importing this imports torch and nothing
+heavier, and asks no device.
+"""
+
+from __future__ import annotations
+
+# The order of these imports is the order of registration.
+from fp8pass.lowerings import cpu, torch_scaled_mm
+from fp8pass.lowerings.choice import (
+    FORCED,
+    PREFERRED,
+    STATIC_PRIORITY,
+    Choice,
+    Rejection,
+    choose,
+    consider,
+)
+from fp8pass.lowerings.registry import (
+    EmitSite,
+    Kernel,
+    find,
+    kernel_names,
+    kernels,
+    register,
+    unregister,
+)
+
+__all__ = [
+    "FORCED",
+    "PREFERRED",
+    "STATIC_PRIORITY",
+    "Choice",
+    "EmitSite",
+    "Kernel",
+    "Rejection",
+    "choose",
+    "consider",
+    "cpu",
+    "find",
+    "kernel_names",
+    "kernels",
+    "register",
+    "torch_scaled_mm",
+    "unregister",
+]

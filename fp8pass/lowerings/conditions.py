@@ -1,0 +1,162 @@
+"""Conditions that several kernels share: each a pure predicate that gives a :class:`Verdict`.
+
+Each names the failing condition and the value that failed it. What is not known statically (a
+symbolic N or K) fails: unknown means no.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+
+from fp8pass.problem import ScaledMMProblem
+from fp8pass.quant_key import QuantKey, dtype_name
+from fp8pass.reasons import YES, Verdict, no
+from fp8pass.target import Target
+
+#: (activation granularity, weight granularity)
+Granularity = tuple[str, str]
+TENSOR_TENSOR: Granularity = ("tensor", "tensor")
+TOKEN_CHANNEL: Granularity = ("token", "channel")
+#: Scales that a row and a column vector, or a scalar in place of either, can hold.
+OUTER_PRODUCTS: tuple[Granularity, ...] = (
+    TENSOR_TENSOR,
+    TOKEN_CHANNEL,
+    ("tensor", "channel"),
+    ("token", "tensor"),
+)
+
+MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def all_of(*conditions: Callable[[], Verdict]) -> Verdict:
+    """The first condition that fails, else YES; later ones are not evaluated."""
+    for condition in conditions:
+        verdict = condition()
+        if not verdict:
+            return verdict
+    return YES
+
+
+def always(target: Target) -> Verdict:
+    """The requirement of a kernel that asks nothing of its target."""
+    return YES
+
+
+def architecture(kernel: str, target: Target, allowed: Iterable[str]) -> Verdict:
+    """The target's architecture is one of ``allowed`` (names, never compared as numbers)."""
+    names = tuple(allowed)
+    if target.arch in names:
+        return YES
+    return no("FP8-L011", kernel=kernel, wants=f"one of {', '.join(names)}", target=target.spec)
+
+
+def torch_at_least(kernel: str, target: Target, version: tuple[int, int]) -> Verdict:
+    """The torch that will run the graph is ``version`` or newer."""
+    if target.torch_version >= version:
+        return YES
+    wants, has = (".".join(map(str, v)) for v in (version, target.torch_version))
+    return no("FP8-L005", kernel=kernel, wants=wants, has=has, target=target.spec)
+
+
+def granularity(kernel: str, problem: ScaledMMProblem, allowed: tuple[Granularity, ...]) -> Verdict:
+    """The recorded granularity of both scales, as a pair, is one of ``allowed``."""
+    has = (problem.activation.granularity, problem.weight.granularity)
+    if has in allowed:
+        return YES
+    wants = " or ".join(_pair(pair) for pair in allowed)
+    return no("FP8-L003", kernel=kernel, wants=wants, has=_pair(has))
+
+
+def _pair(pair: Granularity) -> str:
+    return f"per-{pair[0]} x per-{pair[1]}"
+
+
+def plain_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
+    """Both scales are float32 numbers of a symmetric quantisation.
+
+    A UE8M0 scale (one byte, a power of two) never goes to a kernel that reads float32.
+    """
+    for key in (problem.activation, problem.weight):
+        if key.scale.format != "fp32":
+            return no(
+                "FP8-L007", kernel=kernel, what="scales in format", has=key.scale.format,
+                wants="fp32",
+            )  # fmt: skip
+        if key.scale.dtype != torch.float32:
+            return _dtype(kernel, "scales of dtype", key.scale.dtype, (torch.float32,))
+        if not key.symmetric:
+            return no(
+                "FP8-L007", kernel=kernel, what="the quantisation", has=str(key),
+                wants="symmetric ones",
+            )  # fmt: skip
+    return YES
+
+
+def fp8_operands(
+    kernel: str,
+    problem: ScaledMMProblem,
+    activation: tuple[torch.dtype, ...],
+    weight: tuple[torch.dtype, ...],
+    *,
+    both_e5m2: bool = False,
+) -> Verdict:
+    """The dtypes of the codes are among those given, and not both e5m2 unless allowed."""
+    operands: tuple[tuple[str, QuantKey, tuple[torch.dtype, ...]], ...] = (
+        ("activations of dtype", problem.activation, activation),
+        ("weights of dtype", problem.weight, weight),
+    )
+    for what, key, allowed in operands:
+        if key.dtype not in allowed:
+            return _dtype(kernel, what, key.dtype, allowed)
+    if not both_e5m2 and problem.activation.dtype == problem.weight.dtype == torch.float8_e5m2:
+        return no(
+            "FP8-L007", kernel=kernel, what="the pair of dtypes",
+            has="float8_e5m2 x float8_e5m2", wants="float8_e5m2 on one side at most",
+        )  # fmt: skip
+    return YES
+
+
+def out_dtype(kernel: str, problem: ScaledMMProblem, allowed: tuple[torch.dtype, ...]) -> Verdict:
+    """The dtype of the result is one of ``allowed``."""
+    if problem.out_dtype in allowed:
+        return YES
+    return _dtype(kernel, "results of dtype", problem.out_dtype, allowed)
+
+
+def _dtype(kernel: str, what: str, has: torch.dtype, allowed: tuple[torch.dtype, ...]) -> Verdict:
+    wants = ", ".join(dtype_name(dtype) for dtype in allowed)
+    return no("FP8-L007", kernel=kernel, what=what, has=dtype_name(has), wants=wants)
+
+
+def bias_dtype(kernel: str, problem: ScaledMMProblem, allowed: tuple[torch.dtype, ...]) -> Verdict:
+    """No bias, or one of the given dtypes; an empty tuple means that no bias is taken."""
+    if problem.bias is None or problem.bias in allowed:
+        return YES
+    out = dtype_name(problem.out_dtype)
+    wants = " or ".join(dtype_name(dtype) for dtype in allowed) or "nothing"
+    has = dtype_name(problem.bias)
+    return no("FP8-L010", kernel=kernel, wants=f"{wants} (with a result of {out})", has=has)
+
+
+def layouts(kernel: str, problem: ScaledMMProblem) -> Verdict:
+    """``a`` row-major and ``b`` column-major (the transposed view of a row-major weight)."""
+    for what, has, wants in (
+        ("a", problem.a_layout, "row"),
+        ("b", problem.b_layout, "col"),
+    ):
+        if has != wants:
+            return no("FP8-L008", kernel=kernel, what=f"operand {what} in layout", wants=wants,
+                      has=has)  # fmt: skip
+    return YES
+
+
+def multiples(kernel: str, problem: ScaledMMProblem, of: int) -> Verdict:
+    """N and K are known and multiples of ``of``."""
+    for what, size in (("N", problem.n), ("K", problem.k)):
+        if size is None:
+            return no("FP8-L009", kernel=kernel, what=what, wants=of, has="not known statically")
+        if size % of:
+            return no("FP8-L009", kernel=kernel, what=what, wants=of, has=size)
+    return YES

@@ -1,0 +1,95 @@
+"""From a generic scaled product in a graph to the problem it poses and what ``emit`` needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from fp8pass.lowerings.registry import EmitSite
+from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import QuantKey
+from fp8pass.site_draft import Draft
+from fp8pass.spellings.walk import same, tensor, val
+from fp8pass.target import Target
+
+
+def _static(size: Any) -> int | None:
+    return size if type(size) is int else None
+
+
+def m_range(size: Any) -> MRange:
+    """The range of a size: one number if static, else what the shape environment knows of it."""
+    if type(size) is int:
+        return MRange(size, size)
+    try:
+        bounds = size.node.shape_env.bound_sympy(size.node.expr)
+        lo = int(bounds.lower)
+        hi = int(bounds.upper) if bounds.upper.is_Integer and bounds.upper < 2**31 else None
+    except (AttributeError, TypeError, ValueError, OverflowError):
+        return MRange()
+    return MRange(max(lo, 0), hi)
+
+
+def _layout(value: torch.Tensor) -> str:
+    """``row``, ``col`` or ``strided``; a dim of size one has no stride that could be wrong."""
+    rows, cols = value.shape
+    row_stride, col_stride = value.stride()
+    if same(col_stride, 1) or same(cols, 1):
+        return "row"
+    if same(row_stride, 1) or same(rows, 1):
+        return "col"
+    return "strided"
+
+
+def _b_layout(value: torch.Tensor) -> str:
+    """As :func:`_layout`, but a weight that is both (one row or column) is called ``col``."""
+    rows, cols = value.shape
+    row_stride, col_stride = value.stride()
+    if same(row_stride, 1) or same(rows, 1):
+        return "col"
+    return "row" if same(col_stride, 1) or same(cols, 1) else "strided"
+
+
+def _packed(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return (same(a.stride(0), a.shape[1]) or same(a.shape[0], 1)) and (
+        same(b.stride(1), b.shape[0]) or same(b.shape[1], 1)
+    )
+
+
+def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
+    """The problem of a ``fp8pass::scaled_mm`` node."""
+    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared = _arguments(draft.node)
+    va, vb = val(a), val(b)
+    vbias = tensor(bias)
+    return ScaledMMProblem(
+        activation=QuantKey.parse(act_key),
+        weight=QuantKey.parse(weight_key),
+        m=m_range(va.shape[0]),
+        n=_static(vb.shape[1]),
+        k=_static(va.shape[1]),
+        out_dtype=out_dtype,
+        bias=None if vbias is None else vbias.dtype,
+        use_fast_accum=bool(fast),
+        a_layout=_layout(va),
+        b_layout=_b_layout(vb),
+        packed=_packed(va, vb),
+        prepared=prepared is not None,
+        device_type=va.device.type,
+    )
+
+
+def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
+    """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
+    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared = _arguments(draft.node)
+    value = val(draft.node)
+    fresh = value.new_empty(value.shape, dtype=out_dtype)
+    return EmitSite(
+        a, b, scale_a, scale_b, bias, prepared, out_dtype, problem, target, numerics, fresh
+    )
+
+
+def _arguments(node: fx.Node) -> tuple[Any, ...]:
+    assert len(node.args) == 10, node.format_node()
+    return tuple(node.args)

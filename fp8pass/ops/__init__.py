@@ -1,0 +1,25 @@
+"""The operators of fp8pass: importing this module registers ``torch.ops.fp8pass.*``.
+
+A warm start from torch's compile cache runs graphs that call these operators without the pass ever
+running, so whatever can be unpickled from such a cache imports this module.
+"""
+
+from __future__ import annotations
+
+from fp8pass.ops import activation, linear, norm, quantize
+from fp8pass.ops.forms import ActForm, NormForm, QuantForm, dynamic_form, static_form
+from fp8pass.ops.library import SPECS, OpSpec
+
+__all__ = [
+    "SPECS",
+    "ActForm",
+    "NormForm",
+    "OpSpec",
+    "QuantForm",
+    "activation",
+    "dynamic_form",
+    "linear",
+    "norm",
+    "quantize",
+    "static_form",
+]

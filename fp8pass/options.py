@@ -1,0 +1,142 @@
+"""Options: every switch of fp8pass in one frozen record.
+
+Order of precedence: arguments > environment (``FP8PASS_<NAME>``) > defaults. All environment
+variables that fp8pass reads are listed here. A bad name or value raises :class:`OptionError` that
+names it and what is allowed.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, cast
+
+from fp8pass.errors import OptionError, choices
+
+ENV_PREFIX = "FP8PASS_"
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off", "")
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What the user may ask of a compile.
+
+    Attributes:
+        target: device to compile for, as :meth:`fp8pass.Target.parse` takes it; None = the device
+            that the graph runs on.
+        numerics: ``"exact"`` (the contract of docs/numerics.md) or ``"fast"`` (may drop
+            intermediate roundings to the model dtype; same error class as stock Inductor).
+        strict: raise if a step of the pass fails, instead of restoring the graph and going on.
+        force: name of the one GEMM kernel to use; a site that it cannot take raises
+            :class:`fp8pass.errors.NoKernelError` with every reason.
+        prefer: kernel names to try first, in this order; falls back and says so.
+        disable: kernel names never to use.
+        dump: folder for before/after graphs and reports.
+        fuel: apply at most this many rewrites (for bisecting); None = no limit.
+    """
+
+    target: str | None = None
+    numerics: Literal["exact", "fast"] = "exact"
+    strict: bool = False
+    force: str | None = None
+    prefer: tuple[str, ...] = ()
+    disable: tuple[str, ...] = ()
+    dump: str | None = None
+    fuel: int | None = None
+
+    @staticmethod
+    def names() -> tuple[str, ...]:
+        """The names of all options."""
+        return tuple(f.name for f in fields(Options))
+
+    @staticmethod
+    def resolve(env: Mapping[str, str] | None = None, **arguments: Any) -> Options:
+        """Merge arguments, environment and defaults; validate everything.
+
+        Raises:
+            OptionError: unknown option name or bad value, with where it came from.
+        """
+        environment = os.environ if env is None else env
+        unknown = sorted(set(arguments) - set(Options.names()))
+        if unknown:
+            raise OptionError(
+                f"unknown fp8pass option {unknown[0]!r}; allowed: {choices(Options.names())}"
+            )
+        values: dict[str, Any] = {}
+        for name in Options.names():
+            variable = ENV_PREFIX + name.upper()
+            if name in arguments:
+                values[name] = _convert(name, arguments[name], f"option {name}")
+            elif variable in environment:
+                values[name] = _convert(name, environment[variable], f"environment {variable}")
+        options = Options(**values)
+        options._check_names()
+        return options
+
+    def key(self) -> tuple[Any, ...]:
+        """Plain data that identifies every option that changes a rewrite (``dump`` does not)."""
+        return tuple((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "dump")
+
+    def _check_names(self) -> None:
+        if self.target is not None:
+            from fp8pass.target import Target
+
+            Target.parse(self.target)
+        named = [*self.prefer, *self.disable]
+        if self.force is not None:
+            named.append(self.force)
+        if named:
+            from fp8pass.lowerings import kernel_names
+
+            known = kernel_names()
+            for name in named:
+                if name not in known:
+                    raise OptionError(f"unknown kernel {name!r}; allowed: {choices(known)}")
+            if self.force in self.disable:
+                raise OptionError(f"kernel {self.force!r} is both forced and disabled")
+
+
+def _convert(name: str, value: Any, source: str) -> Any:
+    """Turn an argument or an environment string into the option's type."""
+    text = value.strip() if isinstance(value, str) else None
+    if name in ("target", "force", "dump"):
+        if value is None or text == "":
+            return None
+        if text is None and name == "dump" and isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if text is None and name == "target" and hasattr(value, "spec"):
+            return cast(str, value.spec)
+        if text is None:
+            raise OptionError(f"{source}: {value!r} is not a string")
+        return text
+    if name == "numerics":
+        if value not in ("exact", "fast"):
+            raise OptionError(f"{source}: {value!r} is not allowed; allowed: 'exact', 'fast'")
+        return value
+    if name == "strict":
+        if isinstance(value, bool):
+            return value
+        if text is not None and text.lower() in _TRUE + _FALSE:
+            return text.lower() in _TRUE
+        raise OptionError(f"{source}: {value!r} is not allowed; allowed: True, False, '1', '0'")
+    if name in ("prefer", "disable"):
+        items = text.split(",") if text is not None else value
+        if items is None:
+            return ()
+        try:
+            cleaned = tuple(str(item).strip() for item in items)
+        except TypeError:
+            raise OptionError(f"{source}: {value!r} is not a list of kernel names") from None
+        return tuple(item for item in cleaned if item)
+    # fuel
+    if value is None or text == "":
+        return None
+    try:
+        number = int(value)
+    except (TypeError, ValueError):
+        number = -1
+    if number < 0 or isinstance(value, bool) or (isinstance(value, float) and value != number):
+        raise OptionError(f"{source}: {value!r} is not allowed; allowed: a whole number >= 0")
+    return number

@@ -1,0 +1,256 @@
+"""The reason catalogue: why something was read or not, fused or not, lowered or not.
+
+Every decision of fp8pass is a :class:`Verdict`. A verdict that says no carries a stable code from
+:data:`CATALOGUE`, a message that names the failing condition *and the value that failed it*, and a
+hint on what would change the answer. Codes are never reused; messages may get better.
+
+Ranges: FP8-R reading, FP8-F fusing, FP8-L lowering, FP8-P the pass and its hooks, FP8-U user input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """One entry of the catalogue; ``template`` is filled in by :func:`no`."""
+
+    code: str
+    title: str
+    template: str
+    hint: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer of a condition. Truthy when the condition holds."""
+
+    ok: bool
+    code: str = ""
+    message: str = ""
+    hint: str = ""
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+
+YES = Verdict(True)
+
+
+def no(code: str, **values: object) -> Verdict:
+    """A refusal with ``code``; ``values`` fill the template of the catalogue entry.
+
+    Raises ``KeyError`` if the code or one of its template's values is missing: a reason without its
+    value would be as useless to the reader as no reason at all.
+    """
+    reason = CATALOGUE[code]
+    return Verdict(False, code, reason.template.format(**values), reason.hint.format(**values))
+
+
+def _catalogue(*reasons: Reason) -> dict[str, Reason]:
+    table = {reason.code: reason for reason in reasons}
+    if len(table) != len(reasons):
+        raise ValueError("two reasons share one code")
+    return table
+
+
+CATALOGUE: dict[str, Reason] = _catalogue(
+    # ---- reading -------------------------------------------------------------------------------
+    Reason(
+        "FP8-R001",
+        "a cast to fp8 that is not a known quantisation",
+        "the cast to {dtype} at {node} is not a quantisation that fp8pass can read: {why}",
+        "docs/numerics.md lists the spellings that are read; an unknown rounding order is never "
+        "guessed",
+    ),
+    Reason(
+        "FP8-R002",
+        "a product whose scales were not understood",
+        "the scaled product {node} is not read: {why}",
+        "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
+    ),
+    # ---- fusing --------------------------------------------------------------------------------
+    Reason(
+        "FP8-F001",
+        "no quantise reads it",
+        "no fp8 quantise reads the output of this {what}; it is read by {readers}",
+        "nothing to do: only a producer that feeds an FP8 product can be fused",
+    ),
+    Reason(
+        "FP8-F002",
+        "the quantise has no producer that can be fused",
+        "the input of this quantise is made by {producer}, which is neither a norm nor an "
+        "activation",
+        "nothing to do: the code generator fuses the quantise with the work around it",
+    ),
+    Reason(
+        "FP8-F003",
+        "the scale depends on the value that is quantised",
+        "the scale {scale} is computed from the output of the {what} in a way that is not a known "
+        "quantisation, so that fusing would make a cycle",
+        "compute the scale as one of the recipes in docs/numerics.md",
+    ),
+    Reason(
+        "FP8-F004",
+        "a second quantisation of the same producer",
+        "{node} quantises the same {what} in another way ({key}) than the one that was fused "
+        "({fused})",
+        "use one input scale for all linears that read this tensor",
+    ),
+    Reason(
+        "FP8-F005",
+        "the last dimension is not contiguous",
+        "the last dimension of {node} has stride {stride}; the fused kernels need 1",
+        "make the tensor contiguous before the norm",
+    ),
+    Reason(
+        "FP8-F006",
+        "operands on different devices",
+        "{node} has operands on {devices}",
+        "",
+    ),
+    Reason(
+        "FP8-F007",
+        "rewriting was stopped by the fuel limit",
+        "the fuel limit of {fuel} rewrites (option fuel, FP8PASS_FUEL) was reached",
+        "raise or unset the limit",
+    ),
+    Reason(
+        "FP8-F008",
+        "a reshape between producer and quantise mixes rows",
+        "the reshape from {before} to {after} between the {what} and its per-token quantise does "
+        "not keep the last dimension",
+        "quantise before the reshape, or reshape only the leading dimensions",
+    ),
+    # ---- lowering: see lowerings/ ---------------------------------------------------------------
+    Reason(
+        "FP8-L001",
+        "the kernel is for another kind of device",
+        "kernel {kernel} runs on {wants}, the target is {target}",
+        "",
+    ),
+    Reason(
+        "FP8-L002",
+        "the kernel was disabled by the user",
+        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE)",
+        "remove it from the option",
+    ),
+    Reason(
+        "FP8-L003",
+        "granularity of the scales",
+        "kernel {kernel} takes {wants} scales, the site has {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L004",
+        "needs prepare",
+        "kernel {kernel} needs weights prepared for it",
+        "call fp8pass.prepare(model) before compiling; it costs 2 more bytes per weight",
+    ),
+    Reason(
+        "FP8-L005",
+        "not supported by this version of torch",
+        "kernel {kernel} needs torch {wants} or newer on {target}, this is {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L006",
+        "too slow to be chosen",
+        "kernel {kernel} works on {target} but is an emulation ({why})",
+        "force it by name to use it all the same",
+    ),
+    Reason(
+        "FP8-L007",
+        "dtype",
+        "kernel {kernel} does not take {what} {has}; it takes {wants}",
+        "",
+    ),
+    Reason(
+        "FP8-L008",
+        "layout",
+        "kernel {kernel} needs {what} {wants}, the site has {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L009",
+        "alignment",
+        "kernel {kernel} needs {what} to be a multiple of {wants}, it is {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L010",
+        "bias",
+        "kernel {kernel} takes {wants} as bias, the site has {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L011",
+        "architecture",
+        "kernel {kernel} needs {wants}, the target is {target}",
+        "",
+    ),
+    Reason(
+        "FP8-L012",
+        "no kernel takes this site",
+        "no kernel takes this site on {target}; the graph keeps the operator it came with",
+        "the rejected kernels say why, one by one",
+    ),
+    Reason(
+        "FP8-L013",
+        "another kernel comes first",
+        "kernel {kernel} could take the site; {chosen} comes before it ({why})",
+        "force or prefer it by name to use it",
+    ),
+    Reason(
+        "FP8-L014",
+        "missing library",
+        "kernel {kernel} needs {wants}, which is not there: {why}",
+        "",
+    ),
+    Reason(
+        "FP8-L015",
+        "the operands are on another device",
+        "kernel {kernel} is for {wants} devices, the operands of the site are on {has}",
+        "compile for the device that the graph runs on",
+    ),
+    # ---- the pass and its hooks ------------------------------------------------------------------
+    Reason(
+        "FP8-P001",
+        "the graph is for training",
+        "the graph requires grad ({why}); fp8pass rewrites inference graphs only",
+        "compile and call the model under torch.no_grad() or torch.inference_mode()",
+    ),
+    Reason(
+        "FP8-P002",
+        "ahead-of-time compilation",
+        "AOTInductor packages run without Python, where the operators of fp8pass do not exist",
+        "use torch.compile, or compile the package without fp8pass",
+    ),
+    Reason(
+        "FP8-P003",
+        "a step of the pass failed",
+        "step {step} failed at {node}: {error}; the graph was restored and is compiled without "
+        "fp8pass",
+        "please report it with the folder {repro}",
+    ),
+    Reason(
+        "FP8-P004",
+        "nothing to do",
+        "there is no FP8 in this graph",
+        "",
+    ),
+    Reason(
+        "FP8-P005",
+        "several devices",
+        "the graph has FP8 nodes on {devices}; the pass was made for {target}",
+        "compile the parts for each device separately",
+    ),
+    # ---- user input ------------------------------------------------------------------------------
+    Reason(
+        "FP8-U001",
+        "an option has a bad value",
+        "{option}={value!r} is not allowed; allowed: {allowed}",
+        "",
+    ),
+)

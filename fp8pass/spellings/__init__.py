@@ -1,0 +1,1 @@
+"""Readers: spellings of torch code in, generic operators out (:mod:`fp8pass.spellings.reader`)."""

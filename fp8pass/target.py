@@ -1,0 +1,188 @@
+"""Target: the device a graph is compiled for, as a plain value.
+
+``Target.detect()`` reads the machine; ``Target.parse("sm90+cutlass")`` needs no such machine. All
+decisions (which kernel, which fp8 dtype) are functions of a target, so that the choice for any
+device can be made, printed and tested on any other. SM10x and SM12x are different architectures,
+and ROCm's numbers are never compared with CUDA's: an architecture is a name, not a number.
+"""
+
+from __future__ import annotations
+
+import platform
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from fp8pass.errors import OptionError
+
+#: architecture -> (device kind, native fp8 dtype or None, compute units or None).
+#: Compute units are those of the usual part: sm90 = H100/H200 SXM, gfx942 = MI300X, ...
+_ARCHITECTURES: dict[str, tuple[str, torch.dtype | None, int | None]] = {
+    "x86-avx2": ("cpu", torch.float8_e4m3fn, None),
+    "x86-avx512": ("cpu", torch.float8_e4m3fn, None),
+    "x86-amx": ("cpu", torch.float8_e4m3fn, None),
+    "aarch64": ("cpu", torch.float8_e4m3fn, None),
+    "cpu-generic": ("cpu", torch.float8_e4m3fn, None),
+    "sm80": ("cuda", None, 108),
+    "sm86": ("cuda", None, 84),
+    "sm89": ("cuda", torch.float8_e4m3fn, 142),
+    "sm90": ("cuda", torch.float8_e4m3fn, 132),
+    "sm100": ("cuda", torch.float8_e4m3fn, 148),
+    "sm103": ("cuda", torch.float8_e4m3fn, 160),
+    "sm120": ("cuda", torch.float8_e4m3fn, 170),
+    "sm121": ("cuda", torch.float8_e4m3fn, 48),
+    "gfx90a": ("rocm", None, 104),
+    "gfx942": ("rocm", torch.float8_e4m3fnuz, 304),
+    "gfx950": ("rocm", torch.float8_e4m3fn, 256),
+    "gfx1100": ("rocm", None, 96),
+    "gfx1200": ("rocm", torch.float8_e4m3fn, 32),
+    "gfx1201": ("rocm", torch.float8_e4m3fn, 64),
+    "xpu-bmg": ("xpu", torch.float8_e4m3fn, 20),
+    "xpu-pvc": ("xpu", None, 128),
+}
+#: Short names of a whole kind; "cpu" is the most careful of its architectures.
+_ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}
+
+#: Libraries that may stand behind a "+" in a target's name.
+LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm")
+
+#: torch's device type for each kind: ROCm builds of torch call their devices "cuda".
+_DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A device to compile for.
+
+    Attributes:
+        kind: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
+        arch: architecture name such as ``sm90``, ``gfx942``, ``x86-amx``.
+        fp8_dtype: the fp8 dtype of its products, or None where it has none.
+        units: number of compute units (SMs, CUs, Xe cores, cores), or None if not known.
+        libraries: (name, version) of kernel libraries that can be called; version may be "".
+        runtime: (name, version) of what runs it: torch, CUDA, ROCm.
+        features: further facts, such as ``"compiler"`` on a CPU.
+    """
+
+    kind: str
+    arch: str
+    fp8_dtype: torch.dtype | None
+    units: int | None = None
+    libraries: tuple[tuple[str, str], ...] = ()
+    runtime: tuple[tuple[str, str], ...] = ()
+    features: frozenset[str] = frozenset()
+
+    @property
+    def fp8_max(self) -> float | None:
+        """Largest finite value of :attr:`fp8_dtype`, None without fp8."""
+        return None if self.fp8_dtype is None else float(torch.finfo(self.fp8_dtype).max)
+
+    @property
+    def spec(self) -> str:
+        """The name that :meth:`parse` takes, e.g. ``"sm90+cutlass"``."""
+        return "+".join([self.arch, *(name for name, _ in self.libraries)])
+
+    @property
+    def device_type(self) -> str:
+        """What ``torch.device(...).type`` says on this target (ROCm says ``cuda``)."""
+        return _DEVICE_TYPES[self.kind]
+
+    @property
+    def torch_version(self) -> tuple[int, int]:
+        """(major, minor) of the torch that will run the graph."""
+        text = dict(self.runtime).get("torch", torch.__version__)
+        major, minor = text.split(".")[:2]
+        return int(major), int(minor)
+
+    def has_library(self, name: str) -> bool:
+        """Whether a kernel library is declared or was found."""
+        return any(library == name for library, _ in self.libraries)
+
+    def key(self) -> tuple[object, ...]:
+        """Plain data that identifies the target in a cache key."""
+        dtype = None if self.fp8_dtype is None else str(self.fp8_dtype)
+        features = tuple(sorted(self.features))
+        return (self.kind, self.arch, dtype, self.units, self.libraries, self.runtime, features)
+
+    @staticmethod
+    def parse(text: str) -> Target:
+        """``"sm90"``, ``"gfx942+aiter"``, ``"cpu"`` ... -> a target, without asking any device.
+
+        Raises:
+            OptionError: unknown architecture or library, naming it and the allowed ones.
+        """
+        arch, *libraries = (part.strip() for part in text.strip().lower().split("+"))
+        arch = _ALIASES.get(arch, arch)
+        if arch not in _ARCHITECTURES:
+            allowed = ", ".join([*_ALIASES, *_ARCHITECTURES])
+            raise OptionError(f"unknown target {text!r}; allowed: {allowed}")
+        for library in libraries:
+            if library not in LIBRARIES:
+                raise OptionError(
+                    f"unknown library {library!r} in target {text!r}; allowed: "
+                    f"{', '.join(LIBRARIES)}"
+                )
+        kind, dtype, units = _ARCHITECTURES[arch]
+        found = tuple((library, "") for library in sorted(set(libraries)))
+        return Target(kind, arch, dtype, units, found, (("torch", _torch_version()),))
+
+    @staticmethod
+    def detect(device: torch.device | str | None = None) -> Target:
+        """The target of ``device`` (default: the current accelerator, else the CPU).
+
+        Raises:
+            OptionError: the device's architecture is not one that fp8pass knows.
+        """
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator(check_available=True)
+            device = torch.device("cpu") if accelerator is None else accelerator
+        device = torch.device(device)
+        return _detect(device.type, device.index)
+
+
+def _torch_version() -> str:
+    return torch.__version__.split("+")[0]
+
+
+@cache
+def _detect(device_type: str, index: int | None) -> Target:
+    if device_type == "cpu":
+        return _detect_cpu()
+    if device_type == "cuda":
+        return _detect_cuda(index)
+    if device_type == "xpu":
+        return replace(Target.parse("xpu"), runtime=(("torch", torch.__version__),))
+    raise OptionError(f"fp8pass has no target for device type {device_type!r}")
+
+
+def _detect_cpu() -> Target:
+    capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    if capabilities:
+        amx, avx512 = bool(capabilities.get("amx_tile")), bool(capabilities.get("avx512_f"))
+        avx2 = bool(capabilities.get("avx2"))
+    else:  # torch < 2.13 has single predicates instead
+        amx = bool(torch.cpu._is_amx_tile_supported())
+        avx512, avx2 = torch.cpu._is_avx512_supported(), torch.cpu._is_avx2_supported()
+    machine = platform.machine().lower()
+    if machine in ("x86_64", "amd64"):
+        arch = "x86-amx" if amx else "x86-avx512" if avx512 else "x86-avx2" if avx2 else ""
+    else:
+        arch = "aarch64" if machine in ("aarch64", "arm64") else ""
+    base = Target.parse(arch or "cpu")
+    runtime = (("torch", torch.__version__), ("threads", str(torch.get_num_threads())))
+    return replace(base, units=torch.get_num_threads(), runtime=runtime)
+
+
+def _detect_cuda(index: int | None) -> Target:
+    properties = torch.cuda.get_device_properties(
+        torch.cuda.current_device() if index is None else index
+    )
+    if torch.version.hip:
+        arch = str(properties.gcnArchName).split(":")[0]
+        runtime = (("torch", torch.__version__), ("hip", str(torch.version.hip)))
+    else:
+        arch = f"sm{properties.major}{properties.minor}"
+        runtime = (("torch", torch.__version__), ("cuda", str(torch.version.cuda)))
+    base = Target.parse(arch)
+    return replace(base, units=int(properties.multi_processor_count), runtime=runtime)

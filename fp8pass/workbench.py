@@ -1,0 +1,283 @@
+"""Workbench: edits an FX graph so that every edit can be taken back.
+
+While the pass runs, a node that was replaced stays in the graph as dead code, and its inputs are
+kept current because ``replace_all_uses_with`` updates dead users too. So a :class:`Swap` is undone
+by swapping the uses back: "not fused" means the very nodes that were there before, not a
+re-derivation of them. Dead code is removed once, at the end.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+from torch.fx.graph import _Namespace
+
+from fp8pass.spellings.walk import aten, prims
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """All uses of ``old`` were given to ``new``."""
+
+    old: fx.Node
+    new: fx.Node
+
+
+class Workbench:
+    """One graph under work."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.graph = graph
+        self._order = {node: i for i, node in enumerate(graph.nodes)}
+        self._fake_mode = _find_fake_mode(graph)
+
+    # ---- making nodes ------------------------------------------------------------------------
+
+    def call(self, target: Any, args: tuple[Any, ...], like: fx.Node, value: Any = None) -> fx.Node:
+        """A new call at the graph's insertion point, with the provenance of ``like``.
+
+        ``value`` is its fake value; computed by running the call on fake inputs if not given.
+        """
+        node = self.graph.call_function(target, args)
+        for name in ("stack_trace", "nn_module_stack", "source_fn_stack", "original_aten"):
+            if name in like.meta:
+                node.meta[name] = like.meta[name]
+        node.meta["val"] = self.run_fake(target, args) if value is None else value
+        return node
+
+    def items(self, node: fx.Node, like: fx.Node) -> list[fx.Node]:
+        """One ``getitem`` for each result of a call that returns a tuple."""
+        values = node.meta["val"]
+        return [
+            self.call(operator.getitem, (node, i), like, value) for i, value in enumerate(values)
+        ]
+
+    def run_fake(self, target: Any, args: tuple[Any, ...]) -> Any:
+        """The fake result of a call on the fake values of its arguments."""
+        values = torch.utils._pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
+        if self._fake_mode is None:
+            return target(*values)
+        with self._fake_mode:
+            return target(*values)
+
+    # ---- replacing ---------------------------------------------------------------------------
+
+    def swap(self, old: fx.Node, new: fx.Node) -> Swap:
+        """Give all uses of ``old`` to ``new`` (but not the use that ``new`` itself makes of it)."""
+        old.replace_all_uses_with(new, delete_user_cb=partial(_is_not, new))
+        return Swap(old, new)
+
+    def undo(self, swaps: Iterable[Swap]) -> None:
+        """Take swaps back, the latest first."""
+        for swap in reversed(list(swaps)):
+            old = swap.old
+            swap.new.replace_all_uses_with(old, delete_user_cb=partial(_is_not, old))
+
+    # ---- asking ------------------------------------------------------------------------------
+
+    def live(self) -> set[fx.Node]:
+        """Nodes that an output or a side effect needs."""
+        stack = [n for n in self.graph.nodes if n.op in ("output", "placeholder") or n.is_impure()]
+        seen = set(stack)
+        while stack:
+            for source in stack.pop().all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return seen
+
+    def depends_on(self, node: Any, target: fx.Node) -> bool:
+        """Whether ``node`` is computed from ``target`` (or is it)."""
+        if not isinstance(node, fx.Node):
+            return False
+        floor = self._order.get(target, -1)
+        stack, seen = [node], {node}
+        while stack:
+            current = stack.pop()
+            if current is target:
+                return True
+            # what stood before the target in the graph as received cannot depend on it
+            if self._order.get(current, floor) < floor:
+                continue
+            for source in current.all_input_nodes:
+                if source not in seen:
+                    seen.add(source)
+                    stack.append(source)
+        return False
+
+    # ---- finishing ---------------------------------------------------------------------------
+
+    def finish(self) -> None:
+        """Remove dead code, restore a topological order, check the graph."""
+        from torch._inductor.pattern_matcher import stable_topological_sort
+
+        self.graph.eliminate_dead_code()
+        stable_topological_sort(self.graph)
+        self.graph.lint()
+
+
+def _is_not(node: fx.Node, user: fx.Node) -> bool:
+    return user is not node
+
+
+def _find_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
+    for node in graph.nodes:
+        value = node.meta.get("val")
+        if isinstance(value, torch._subclasses.FakeTensor):
+            return value.fake_mode
+    return None
+
+
+# ---- snapshots ------------------------------------------------------------------------------
+
+
+class Snapshot:
+    """A copy of a graph that the graph can be put back to, in place."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._copy = fx.Graph()
+        self._output_args = self._copy.graph_copy(graph, {})
+        self._output_meta = dict(graph.output_node().meta)
+        self._signature = _output_signature(graph)
+
+    def restore(self, graph: fx.Graph) -> None:
+        """Make ``graph`` what it was when the snapshot was taken, names included."""
+        nodes = list(graph.nodes)
+        for node in nodes:  # first the edges, since the order may be broken by now
+            node.args, node.kwargs = (), {}
+        for node in nodes:
+            graph.erase_node(node)
+        # names are handed out by a namespace that would still count the erased ones
+        graph._graph_namespace = _Namespace()
+        mapping: dict[fx.Node, fx.Node] = {}
+        graph.graph_copy(self._copy, mapping)
+        output = graph.output(fx.node.map_arg(self._output_args, lambda n: mapping[n]))
+        output.meta.update(self._output_meta)
+        graph.lint()
+
+    def check_outputs(self, graph: fx.Graph) -> str | None:
+        """Why the outputs of ``graph`` are not those of the snapshot, None if they are."""
+        now = _output_signature(graph)
+        if len(now) != len(self._signature):
+            return f"{len(self._signature)} outputs became {len(now)}"
+        for i, (before, after) in enumerate(zip(self._signature, now, strict=True)):
+            if before != after:
+                return f"output {i} changed from {before} to {after}"
+        return None
+
+
+def _output_signature(graph: fx.Graph) -> list[tuple[Any, ...] | None]:
+    outputs: list[tuple[Any, ...] | None] = []
+    for node in torch.utils._pytree.tree_leaves(graph.output_node().args):
+        value = node.meta.get("val") if isinstance(node, fx.Node) else None
+        if isinstance(value, torch.Tensor):
+            sizes = tuple(str(s) for s in value.shape), tuple(str(s) for s in value.stride())
+            outputs.append((*sizes, value.dtype, value.device))
+        else:
+            outputs.append(None)
+    return outputs
+
+
+# ---- common subexpressions -------------------------------------------------------------------
+
+#: What a quantise and the norm or activation before it are made of. Common subexpressions are
+#: merged among these only: the rest of the graph is not ours to touch.
+_MERGED = frozenset(
+    {
+        prims.convert_element_type.default,
+        aten._to_copy.default,
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.permute.default,
+        aten.t.default,
+        aten.abs.default,
+        aten.amax.default,
+        aten.amin.default,
+        aten.max.dim,
+        aten.max.default,
+        aten.clamp.default,
+        aten.clamp_min.default,
+        aten.clamp_max.default,
+        aten.reciprocal.default,
+        aten.div.Tensor,
+        aten.div.Scalar,
+        aten.mul.Tensor,
+        aten.mul.Scalar,
+        aten.add.Tensor,
+        aten.add.Scalar,
+        aten.neg.default,
+        aten.exp.default,
+        aten.sigmoid.default,
+        aten.pow.Tensor_Scalar,
+        aten.mean.dim,
+        aten.sum.dim_IntList,
+        aten.rsqrt.default,
+        aten.sqrt.default,
+        operator.getitem,
+    }
+)
+
+
+def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
+    """Merge equal calls among the small operators that the anchors are computed from.
+
+    Inductor merges none in inference graphs, so one norm read by three linears has three quantises.
+    Returns the number of nodes merged. Does nothing in a graph that writes to tensors, except for
+    copies into inputs at its very end.
+    """
+    if _writes_inside(graph):
+        return 0
+    cone: set[fx.Node] = set()
+    stack = list(anchors)
+    while stack:
+        node = stack.pop()
+        if node not in cone and node.op == "call_function" and node.target in _MERGED:
+            cone.add(node)
+            stack.extend(node.all_input_nodes)
+    seen: dict[Any, fx.Node] = {}
+    merged = 0
+    for node in list(graph.nodes):
+        if node not in cone:
+            continue
+        key = (node.target, _key(node.args), _key(node.kwargs))
+        try:
+            first = seen.setdefault(key, node)
+        except TypeError:  # an argument that cannot be hashed
+            continue
+        if first is not node:
+            node.replace_all_uses_with(first)
+            graph.erase_node(node)
+            merged += 1
+    return merged
+
+
+def _key(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(_key(v) for v in value)
+    if isinstance(value, dict):
+        return tuple(sorted((k, _key(v)) for k, v in value.items()))
+    return type(value), value  # the type, since 1 == 1.0 == True
+
+
+def _writes_inside(graph: fx.Graph) -> bool:
+    """Whether a call other than trailing ``copy_`` nodes writes to a tensor."""
+    trailing = True
+    for node in reversed(graph.nodes):
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        if node.target._schema.is_mutable:
+            if not (trailing and node.target is aten.copy_.default):
+                return True
+        else:
+            trailing = False
+    return False

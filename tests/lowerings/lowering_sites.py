@@ -1,0 +1,146 @@
+"""Problems and small graphs for the tests of the lowerings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fp8pass.lowerings import EmitSite
+from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import QuantKey, dtype_name
+from fp8pass.target import Target
+
+
+def problem(
+    activation: str = "tensor",
+    weight: str = "tensor",
+    *,
+    target: Target | None = None,
+    m: int | None = 5,
+    n: int | None = 48,
+    k: int | None = 32,
+    dtypes: tuple[torch.dtype, torch.dtype] | None = None,
+    **more: Any,
+) -> ScaledMMProblem:
+    """A problem with the target's own fp8 dtype and device; granularities may carry "/ue8m0"."""
+    fp8 = torch.float8_e4m3fn if target is None else (target.fp8_dtype or torch.float8_e4m3fn)
+    a_dtype, b_dtype = dtypes or (fp8, fp8)
+    more.setdefault("out_dtype", torch.bfloat16)
+    more.setdefault("device_type", "cpu" if target is None else target.device_type)
+    return ScaledMMProblem(
+        QuantKey.parse(f"{dtype_name(a_dtype)}/dynamic/{activation}"),
+        QuantKey.parse(f"{dtype_name(b_dtype)}/static/{weight}"),
+        MRange() if m is None else MRange(m, m),
+        n,
+        k,
+        **more,
+    )
+
+
+@dataclass
+class Built:
+    """A graph with one emitted site, and how to run it."""
+
+    module: fx.GraphModule
+    names: list[str]
+    fake: FakeTensorMode
+    result: fx.Node
+    val: torch.Tensor
+
+
+def operands(
+    p: ScaledMMProblem, m: int, device: str, *, seed: int = 0, scale_rank: int = 2
+) -> dict[str, torch.Tensor]:
+    """Random operands of the problem on ``device`` (fake if called under a fake mode)."""
+    assert p.n is not None and p.k is not None
+    g = torch.Generator().manual_seed(seed) if device == "cpu" else None
+
+    def randn(*shape: int) -> torch.Tensor:
+        if g is None:
+            return torch.empty(shape, device=device)
+        return torch.randn(*shape, generator=g)
+
+    def scale(shape: tuple[int, ...]) -> torch.Tensor:
+        return randn(*shape).abs() * 0.01 + 0.001 if g is not None else randn(*shape)
+
+    pad = 0 if p.packed else 3  # an odd pitch
+    a = randn(m, p.k + pad).to(p.activation.dtype)[:, : p.k]
+    w = randn(p.n, p.k + pad).to(p.weight.dtype)[:, : p.k]
+    scalar = (1,) * scale_rank
+    out = {
+        "a": a,
+        "b": w.t(),
+        "scale_a": scale((m, 1) if p.activation.granularity == "token" else scalar),
+        "scale_b": scale((1, p.n) if p.weight.granularity == "channel" else scalar),
+    }
+    if p.bias is not None:
+        out["bias"] = randn(p.n).to(p.bias)
+    if p.prepared:
+        out["prepared"] = randn(p.n, p.k).to(torch.bfloat16)
+    return out
+
+
+def build(
+    emit: Any,
+    target: Target,
+    p: ScaledMMProblem,
+    *,
+    m: int = 5,
+    device: str | None = None,
+    numerics: str = "exact",
+    copies: int = 1,
+    change: Any = None,
+) -> Built:
+    """A graph whose only work is ``copies`` emitted sites, on fake operands of ``device``."""
+    device = device or target.device_type
+    graph = fx.Graph()
+    mode = FakeTensorMode(allow_non_fake_inputs=False)
+    with mode:
+        values = operands(p, m, "cpu")
+        values = {k: (v if device == "cpu" else _moved(v, device)) for k, v in values.items()}
+        if change is not None:
+            values = change(values)
+        val = torch.empty(m, p.n or 0, dtype=p.out_dtype, device=device)
+    nodes = {}
+    for name, value in values.items():
+        nodes[name] = graph.placeholder(name)
+        nodes[name].meta["val"] = value
+    output = graph.output(())
+    results = []
+    for _ in range(copies):
+        site = EmitSite(
+            nodes["a"], nodes["b"], nodes["scale_a"], nodes["scale_b"], nodes.get("bias"),
+            nodes.get("prepared"), p.out_dtype, p, target, numerics, val,
+        )  # fmt: skip
+        with graph.inserting_before(output):
+            results.append(emit(graph, site))
+    output.args = (tuple(results),)
+    graph.lint()
+    module = fx.GraphModule(torch.nn.Module(), graph)
+    return Built(module, list(values), mode, results[0], val)
+
+
+def _moved(value: torch.Tensor, device: str) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def render(graph: fx.Graph) -> str:
+    """The graph as text: name, call, and dtype, shape, strides and device of every value."""
+    lines = []
+    for node in graph.nodes:
+        if node.op == "output":
+            lines.append(f"return {node.args[0]}")
+            continue
+        val = node.meta["val"]
+        kind = f"{dtype_name(val.dtype)}{list(val.shape)} strides {list(val.stride())} {val.device}"
+        call = ""
+        if node.op == "call_function":
+            words = [repr(arg) for arg in node.args]
+            words += [f"{name}={arg!r}" for name, arg in node.kwargs.items()]
+            call = f" = {node.target}({', '.join(words)})"
+        lines.append(f"{node.name}: {kind}{call}")
+    return "\n".join(lines)

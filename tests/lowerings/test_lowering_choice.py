@@ -1,0 +1,364 @@
+"""Which kernel is chosen for which target and problem, and what is said about the others."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import product
+
+import pytest
+import torch
+from lowering_sites import problem
+
+from fp8pass.errors import NoKernelError, OptionError
+from fp8pass.lowerings import (
+    Choice,
+    Kernel,
+    choose,
+    consider,
+    find,
+    kernel_names,
+    kernels,
+    register,
+    unregister,
+)
+from fp8pass.options import Options
+from fp8pass.problem import MRange
+from fp8pass.reasons import CATALOGUE, YES
+from fp8pass.target import Target
+
+TARGETS = (
+    "cpu", "x86-amx", "sm80", "sm86", "sm89", "sm90", "sm100", "sm103", "sm120", "sm121",
+    "gfx90a", "gfx942", "gfx950", "gfx1100", "gfx1200", "gfx1201", "xpu-bmg",
+)  # fmt: skip
+WITHOUT_FP8 = ("sm80", "sm86", "gfx90a", "gfx1100")
+GRANULARITIES = (
+    ("tensor", "tensor"),
+    ("token", "channel"),
+    ("tensor", "channel"),
+    ("token", "tensor"),
+    ("group1x128", "group128x128"),
+    ("group1x128/ue8m0", "group128x128/ue8m0"),
+    ("tensor/ue8m0", "tensor"),
+    ("token", "token"),
+)
+DEFAULTS = Options()
+
+
+def with_torch(name: str, version: str) -> Target:
+    return dataclasses.replace(Target.parse(name), runtime=(("torch", version),))
+
+
+def winner(choice: Choice) -> str | None:
+    return None if choice.kernel is None else choice.kernel.name
+
+
+def pick(target: str | Target, *args: str, **more: object) -> str | None:
+    target = Target.parse(target) if isinstance(target, str) else target
+    return winner(choose(target, problem(*args, target=target, **more), DEFAULTS))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_table(name: str) -> None:
+    target = Target.parse(name)
+    for granularity, bias, m, n, out in product(
+        GRANULARITIES,
+        (None, torch.bfloat16),
+        (1, 4, 17, None),
+        (64, 65, None),
+        (torch.bfloat16, torch.float32),
+    ):
+        p = problem(*granularity, target=target, m=m, n=n, k=64, bias=bias, out_dtype=out)
+        choice = choose(target, p, DEFAULTS)
+        assert choice == choose(target, p, Options()), "same question, same answer"
+        names = [r.kernel for r in choice.rejected]
+        assert names and winner(choice) not in names
+        assert sorted(names + [k.name for _, k in choice.plan]) == sorted(kernel_names())
+        for rejection in choice.rejected:
+            verdict = rejection.verdict
+            assert not verdict and verdict.code in CATALOGUE
+            assert rejection.kernel in verdict.message
+            assert "{" not in verdict.message
+        if choice.plan:
+            assert choice.verdict == YES and choice.why == "static priority"
+            assert [r for r, _ in choice.plan] == [p.m]
+            assert target.kind in choice.plan[0][1].kinds
+        else:
+            assert choice.verdict.code == "FP8-L012" and choice.why == ""
+            assert target.spec in choice.verdict.message
+        if name in WITHOUT_FP8 or target.kind == "xpu":
+            assert not choice.plan
+        if "group" in granularity[0] or "ue8m0" in granularity[0] or granularity[1] == "token":
+            assert not choice.plan
+        if target.kind in ("cuda", "rocm") and (n is None or n % 16):
+            assert not choice.plan
+
+
+@pytest.mark.parametrize("name", WITHOUT_FP8)
+def test_old_architectures_blame_the_architecture(name: str) -> None:
+    target = Target.parse(name)
+    choice = choose(target, problem(target=target), DEFAULTS)
+    codes = {r.kernel: r.verdict for r in choice.rejected}
+    assert codes["torch_tensor"].code == "FP8-L011"
+    assert (
+        name in codes["torch_tensor"].message
+        and "sm90" in codes["torch_tensor"].message
+        or ("gfx942" in codes["torch_tensor"].message)
+    )
+
+
+def test_expected_winners() -> None:
+    for name in ("cpu", "x86-amx"):
+        for pair in GRANULARITIES[:4]:
+            assert pick(name, *pair) == "cpu"
+            assert pick(name, *pair, prepared=True) == "cpu_prepared"
+    for name in ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121", "gfx942", "gfx950"):
+        assert pick(name) == "torch_tensor"
+        assert pick(name, "tensor", "channel") == "torch_channel"
+        assert pick(name, "token", "tensor") == "torch_channel"
+    for name in ("sm90", "sm100", "sm120", "gfx942", "gfx950"):
+        assert pick(name, "token", "channel") == "torch_row"
+        assert pick(name, "token", "channel", out_dtype=torch.float16) == "torch_channel"
+    # no row-wise kernel that can be shown, or a slower one
+    for name in ("sm103", "sm121", "gfx1200", "gfx1201"):
+        assert pick(name, "token", "channel") == "torch_channel"
+    # a bias beside a float32 result is added outside
+    assert pick("sm90", out_dtype=torch.float32) == "torch_tensor"
+    assert pick("sm90", out_dtype=torch.float32, bias=torch.float32) == "torch_channel"
+
+
+def test_versions_of_torch() -> None:
+    assert pick(with_torch("sm89", "2.11.0"), "token", "channel") == "torch_channel"
+    assert pick(with_torch("sm89", "2.12.0"), "token", "channel") == "torch_row"
+    assert pick(with_torch("sm90", "2.11.0"), "token", "channel") == "torch_row"
+    row = find("torch_row")
+    p = problem("token", "channel")
+    for version, ok in (("2.11.0", False), ("2.12.1", True), ("2.13.0", True)):
+        verdict = consider(row, with_torch("x86-avx2", version), p)
+        assert bool(verdict) == ok
+        if not ok:
+            assert verdict.code == "FP8-L005"
+            assert "2.12" in verdict.message and "2.11" in verdict.message
+
+
+def test_rocm_numbers_are_not_cuda_numbers() -> None:
+    """gfx1100 is "capability 11.0", which is more than 8.9, and has no FP8."""
+    assert pick("gfx1100") is None
+    # fnuz on gfx942, OCP on gfx950: never the other one
+    fn, fnuz = torch.float8_e4m3fn, torch.float8_e4m3fnuz
+    assert pick("gfx942", dtypes=(fnuz, fnuz)) == "torch_tensor"
+    assert pick("gfx942", dtypes=(fn, fn)) is None
+    assert pick("gfx950", dtypes=(fn, fn)) == "torch_tensor"
+    assert pick("gfx950", dtypes=(fnuz, fnuz)) is None
+
+
+F8, E5, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+ROW = ("token", "channel")
+
+# kernel, target, (granularities, changes) that fail, code, words of the message, the control
+CONDITIONS = [
+    ("torch_tensor", "sm90", ROW, {}, "FP8-L003", ["per-token x per-channel"], ((), {})),
+    ("torch_tensor", "sm90", (), {"n": 60}, "FP8-L009", ["N", "16", "60"], ((), {"n": 64})),
+    ("torch_tensor", "sm90", (), {"k": 17}, "FP8-L009", ["K", "16", "17"], ((), {"k": 32})),
+    ("torch_tensor", "sm90", (), {"n": None}, "FP8-L009", ["N", "not known"], ((), {})),
+    ("torch_tensor", "sm90", (), {"k": None}, "FP8-L009", ["K", "not known"], ((), {})),
+    ("torch_tensor", "sm90", (), {"a_layout": "col"}, "FP8-L008", ["operand a", "col"], ((), {})),
+    ("torch_tensor", "sm90", (), {"a_layout": "strided"}, "FP8-L008", ["strided"], ((), {})),
+    ("torch_tensor", "sm90", (), {"b_layout": "row"}, "FP8-L008", ["operand b", "row"], ((), {})),
+    ("torch_tensor", "sm90", (), {"dtypes": (E5, E5)}, "FP8-L007", ["float8_e5m2 x float8_e5m2"],
+     ((), {"dtypes": (E5, F8)})),
+    ("torch_tensor", "sm90", (), {"dtypes": (FNUZ, FNUZ)}, "FP8-L007", ["e4m3fnuz"], ((), {})),
+    ("torch_tensor", "sm90", (), {"dtypes": (torch.int8, torch.int8)}, "FP8-L007", ["int8"],
+     ((), {})),
+    ("torch_tensor", "gfx942", (), {"dtypes": (FNUZ, F8)}, "FP8-L007", ["e4m3fn;"], ((), {})),
+    ("torch_tensor", "gfx950", (), {"dtypes": (E5, F8)}, "FP8-L007", ["float8_e5m2"], ((), {})),
+    ("torch_tensor", "sm90", (), {"out_dtype": F8}, "FP8-L007", ["results", "e4m3fn"],
+     ((), {"out_dtype": F16})),
+    ("torch_tensor", "sm90", (), {"bias": F32}, "FP8-L010", ["float32", "bfloat16"],
+     ((), {"bias": BF16})),
+    ("torch_tensor", "sm90", (), {"bias": F16}, "FP8-L010", ["float16"],
+     ((), {"bias": F16, "out_dtype": F16})),
+    ("torch_tensor", "sm90", (), {"bias": BF16, "out_dtype": F32}, "FP8-L010", ["float32"],
+     ((), {"out_dtype": F32})),
+    ("torch_tensor", "sm90", ("tensor/ue8m0", "tensor"), {}, "FP8-L007", ["ue8m0"], ((), {})),
+    ("torch_tensor", "sm90", ("tensor", "tensor/asym"), {}, "FP8-L007", ["asym"], ((), {})),
+    ("torch_tensor", "sm90", (), {"device_type": "cpu"}, "FP8-L015", ["cpu", "cuda"], ((), {})),
+    ("torch_tensor", "sm80", (), {}, "FP8-L011", ["sm80"], None),
+    ("torch_tensor", "cpu", (), {}, "FP8-L006", ["0.02 GMAC/s"], None),
+    ("torch_tensor", "xpu-bmg", (), {}, "FP8-L001", ["xpu-bmg"], None),
+    ("torch_row", "sm90", (), {}, "FP8-L003", ["per-tensor x per-tensor"], (ROW, {})),
+    ("torch_row", "sm90", ("tensor", "channel"), {}, "FP8-L003", ["per-tensor x per-channel"],
+     (ROW, {})),
+    ("torch_row", "sm90", ROW, {"out_dtype": F16}, "FP8-L007", ["float16"], (ROW, {})),
+    ("torch_row", "sm90", ROW, {"out_dtype": F32}, "FP8-L007", ["float32"], (ROW, {})),
+    ("torch_row", "sm90", ROW, {"dtypes": (F8, E5)}, "FP8-L007", ["weights", "e5m2"],
+     (ROW, {"dtypes": (E5, F8)})),
+    ("torch_row", "sm90", ROW, {"bias": F32}, "FP8-L010", ["float32"], (ROW, {"bias": BF16})),
+    ("torch_row", "sm90", ROW, {"n": 17}, "FP8-L009", ["17"], (ROW, {})),
+    ("torch_row", "sm121", ROW, {}, "FP8-L011", ["sm121"], None),
+    ("torch_row", "sm103", ROW, {}, "FP8-L011", ["sm103"], None),
+    ("torch_channel", "sm90", ("group1x128", "channel"), {}, "FP8-L003", ["per-group1x128"],
+     (ROW, {})),
+    ("torch_channel", "sm90", ROW, {"out_dtype": F8}, "FP8-L007", ["results"],
+     (ROW, {"out_dtype": F32, "bias": F16})),
+    ("torch_channel", "sm90", ROW, {"bias": torch.float64}, "FP8-L010", ["float64"],
+     (ROW, {"bias": F32})),
+    ("torch_channel", "sm90", ROW, {"k": 24}, "FP8-L009", ["K", "24"], (ROW, {})),
+    ("torch_channel", "gfx1100", ROW, {}, "FP8-L011", ["gfx1100"], None),
+    ("torch_channel", "cpu", ROW, {}, "FP8-L006", ["0.02 GMAC/s"], None),
+    ("cpu", "cpu", ("group1x128", "tensor"), {}, "FP8-L003", ["group1x128"],
+     (ROW, {"n": 63, "k": 47, "a_layout": "strided", "b_layout": "row", "m": None})),
+    ("cpu", "cpu", ROW, {"dtypes": (FNUZ, FNUZ)}, "FP8-L007", ["fnuz"],
+     (ROW, {"dtypes": (E5, E5)})),
+    ("cpu", "cpu", ROW, {"out_dtype": F8}, "FP8-L007", ["results"], (ROW, {"out_dtype": F32})),
+    ("cpu", "cpu", ROW, {"bias": torch.int32}, "FP8-L010", ["int32"], (ROW, {"bias": F16})),
+    ("cpu", "cpu", ("token/ue8m0", "channel"), {}, "FP8-L007", ["ue8m0"], (ROW, {})),
+    ("cpu", "sm90", ROW, {}, "FP8-L001", ["sm90"], None),
+    ("cpu_prepared", "cpu", ROW, {}, "FP8-L004", ["prepared"], (ROW, {"prepared": True})),
+    ("cpu_prepared", "cpu", ("token", "token"), {"prepared": True}, "FP8-L003", ["per-token"],
+     (ROW, {"prepared": True})),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kernel", "name", "pair", "changes", "code", "words", "control"),
+    CONDITIONS,
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_condition(kernel, name, pair, changes, code, words, control) -> None:  # type: ignore[no-untyped-def]
+    target = Target.parse(name)
+    verdict = consider(find(kernel), target, problem(*pair, target=target, **changes))
+    assert not verdict
+    assert verdict.code == code
+    for word in (kernel, *words):
+        assert word in verdict.message
+    if control is not None:
+        pair, changes = control
+        assert consider(find(kernel), target, problem(*pair, target=target, **changes)) == YES
+
+
+def test_scales_in_another_dtype() -> None:
+    target = Target.parse("cpu")
+    p = problem(*ROW)
+    half = dataclasses.replace(p.activation.scale, dtype=torch.bfloat16)
+    p = dataclasses.replace(p, activation=dataclasses.replace(p.activation, scale=half))
+    for name in ("cpu", "torch_row"):
+        verdict = consider(find(name), target, p)
+        assert verdict.code == "FP8-L007" and "bfloat16" in verdict.message
+
+
+def test_row_wise_on_cpu_is_a_fallback() -> None:
+    target = with_torch("x86-avx2", "2.13.0")
+    p = problem(*ROW, target=target)
+    off = Options(disable=("cpu", "cpu_prepared"))
+    assert winner(choose(target, p, off)) == "torch_row"
+    assert winner(choose(target, p, DEFAULTS)) == "cpu"
+
+
+def test_losers_are_told_who_won() -> None:
+    target = with_torch("x86-avx2", "2.13.0")
+    choice = choose(target, problem(*ROW, prepared=True), DEFAULTS)
+    told = {r.kernel: r.verdict for r in choice.rejected}
+    assert winner(choice) == "cpu_prepared"
+    for name in ("cpu", "torch_row"):
+        assert told[name].code == "FP8-L013"
+        assert "cpu_prepared" in told[name].message and "static priority" in told[name].message
+    assert told["torch_channel"].code == "FP8-L006"
+
+
+def test_force() -> None:
+    target = Target.parse("sm90")
+    p = problem(*ROW, target=target)
+    choice = choose(target, p, Options(force="torch_channel"))
+    assert winner(choice) == "torch_channel" and choice.why == "forced"
+    told = {r.kernel: r.verdict for r in choice.rejected}
+    assert told["torch_row"].code == "FP8-L013" and "forced" in told["torch_row"].message
+    with pytest.raises(NoKernelError) as error:
+        choose(target, p, Options(force="torch_tensor"))
+    text = str(error.value)
+    assert "FP8-L003" in text and "torch_tensor" in text
+    assert "could take it: torch_row, torch_channel" in text
+    assert "cpu: FP8-L001" in text
+    with pytest.raises(NoKernelError, match="FP8-L004"):
+        choose(Target.parse("cpu"), problem(*ROW), Options(force="cpu_prepared"))
+    with pytest.raises(NoKernelError, match="none"):
+        choose(Target.parse("sm80"), problem(target=Target.parse("sm80")), Options(force="cpu"))
+
+
+def test_force_overrules_slowness_only() -> None:
+    target = Target.parse("cpu")
+    assert winner(choose(target, problem(), Options(force="torch_tensor"))) == "torch_tensor"
+    assert winner(choose(target, problem(), Options(prefer=("torch_tensor",)))) == "cpu"
+    with pytest.raises(NoKernelError, match="FP8-L008"):
+        choose(target, problem(b_layout="row"), Options(force="torch_tensor"))
+
+
+def test_prefer_falls_back_and_says_so() -> None:
+    target = Target.parse("sm90")
+    p = problem(*ROW, target=target)
+    choice = choose(target, p, Options(prefer=("torch_channel", "torch_row")))
+    assert (winner(choice), choice.why, choice.note) == ("torch_channel", "preferred", "")
+    choice = choose(target, p, Options(prefer=("torch_tensor", "torch_channel")))
+    assert (winner(choice), choice.why) == ("torch_channel", "preferred")
+    assert "torch_tensor" in choice.note and "FP8-L003" in choice.note
+    choice = choose(target, p, Options(prefer=("cpu",)))
+    assert (winner(choice), choice.why) == ("torch_row", "static priority")
+    assert "cpu" in choice.note and "FP8-L001" in choice.note
+
+
+def test_disable() -> None:
+    target = Target.parse("sm90")
+    p = problem(*ROW, target=target)
+    choice = choose(target, p, Options(disable=("torch_row",)))
+    assert winner(choice) == "torch_channel"
+    assert {r.kernel: r.verdict.code for r in choice.rejected}["torch_row"] == "FP8-L002"
+    choice = choose(target, p, Options(disable=kernel_names()))
+    assert not choice.plan and choice.verdict.code == "FP8-L012"
+
+
+@pytest.mark.parametrize("option", ["force", "prefer", "disable"])
+def test_unknown_kernel_name(option: str) -> None:
+    value = "nonsense" if option == "force" else ("nonsense",)
+    with pytest.raises(OptionError, match=r"nonsense.*torch_row"):
+        Options.resolve({}, **{option: value})
+    with pytest.raises(OptionError, match=r"nonsense.*torch_row"):
+        choose(Target.parse("cpu"), problem(), Options(**{option: value}))  # type: ignore[arg-type]
+
+
+def test_one_token_is_not_per_tensor() -> None:
+    """Granularity comes from the key: [1, 1] per-token scales are still per-token."""
+    assert pick("sm90", *ROW, m=1) == "torch_row"
+    assert pick("sm90", m=1) == "torch_tensor"
+
+
+def test_register_and_memory() -> None:
+    target = Target.parse("sm90")
+    p = problem(target=target)
+    before = choose(target, p, DEFAULTS)
+    assert choose(target, p, DEFAULTS) is before, "equal sites share one answer"
+    with pytest.raises(OptionError, match="torch_row"):
+        register(find("torch_row"))
+    extra = Kernel(
+        "extra", "a test", frozenset({"cuda"}), lambda t: YES, lambda t, p: YES, lambda t, p: 0,
+        find("torch_tensor").emit, "none",
+    )  # fmt: skip
+    register(extra)
+    try:
+        assert winner(choose(target, p, DEFAULTS)) == "extra", "the answer is not a stale one"
+    finally:
+        unregister("extra")
+    assert winner(choose(target, p, DEFAULTS)) == "torch_tensor"
+    with pytest.raises(OptionError, match="identifier"):
+        register(dataclasses.replace(extra, name="a,b"))
+
+
+def test_every_kernel_says_where_it_was_tested() -> None:
+    for kernel in kernels():
+        assert kernel.summary and kernel.provenance
+        if kernel.kinds & {"cuda", "rocm"}:
+            assert "not run on hardware" in kernel.provenance
+
+
+def test_plan_covers_the_range_of_m() -> None:
+    choice = choose(Target.parse("cpu"), problem(*ROW, m=None), DEFAULTS)
+    assert [r for r, _ in choice.plan] == [MRange()]
