@@ -65,7 +65,7 @@ def dump(folder: Path) -> None:
             stack.enter_context(depyf.prepare_debug(str(theirs)))
         error = ((compiled(x).float() - expected).norm() / expected.norm()).item()
     print(f"relative L2 error against the uncompiled model: {error:.2e}")
-    assert error < 0.01, error
+    assert error < 0.03, error
 
     names = list_files("fp8pass", ours)
     assert "report.json" in names, names

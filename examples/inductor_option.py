@@ -5,6 +5,7 @@ and is chained to a pass that you have set in Inductor's configuration.
 """
 
 import torch
+import torch._inductor.config as inductor_config
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,14 +40,18 @@ def main() -> None:
     quantize_(model, "dynamic_tensor")
     expected = model(x).float()
 
-    # "fast" may drop roundings to bfloat16, as Inductor itself does: some FP8 codes move by one.
-    for numerics, limit in (("exact", 0.02), ("fast", 0.06)):
+    # An option of Inductor: round to bfloat16 wherever the model does, also inside a fused loop.
+    # Without it a few FP8 codes are one step off, with and without fp8pass. No effect on a CPU
+    # before torch 2.13.
+    for emulate, limit in ((False, 0.06), (True, 1e-3 if torch.__version__ >= "2.13" else 0.06)):
         torch.compiler.reset()
-        options = {"max_autotune": False, **fp8pass.inductor_options(numerics=numerics)}
+        options = fp8pass.inductor_options({"emulate_precision_casts": emulate})
         compiled = torch.compile(model, options=options)
         # Relative to what the block adds to its input, which the residual would otherwise hide.
-        error = ((compiled(x).float() - expected).norm() / (expected - x.float()).norm()).item()
-        print(f"numerics={numerics}: relative L2 error against the uncompiled model: {error:.2e}")
+        with inductor_config.patch(force_disable_caches=True):  # so that there is a compile to see
+            actual = compiled(x).float()
+        error = ((actual - expected).norm() / (expected - x.float()).norm()).item()
+        print(f"emulate_precision_casts={emulate}: relative L2 error {error:.2e}")
         assert error < limit, error
 
     report = fp8pass.reports()[-1]

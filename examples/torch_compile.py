@@ -85,7 +85,9 @@ def main() -> None:
     # Relative to what the block adds to its input, which the residual would otherwise hide.
     error = ((compiled(x).float() - expected).norm() / (expected - x.float()).norm()).item()
     print(f"relative L2 error against the uncompiled model: {error:.2e}")
-    assert error < 0.02, error
+    # Inductor keeps bfloat16 intermediates of a fused loop in float32, which moves a few FP8 codes
+    # by one step, with and without fp8pass; inductor_option.py shows the option that does not.
+    assert error < 0.06, error
 
     report = fp8pass.explain(model, x)
     print(report.table())

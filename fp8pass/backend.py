@@ -1,4 +1,4 @@
-"""``torch.compile(backend="fp8pass")``, and the options that do the same for ``backend="inductor"``.
+"""``torch.compile(backend="fp8pass")``, and the options that do the same for plain Inductor.
 
 The backend is Inductor with two passes: producers are read and fused in the joint pre-pass, where
 the graph is pristine and all roundings are there; scaled products are lowered in the post-grad
@@ -104,7 +104,7 @@ def fp8pass_backend(
         )
         with collecting(key, uuid=post.identity_text()) as report:
             result = inductor.compile_fx(graph, inputs, config_patches=patches)
-        if report.from_cache and resolved.dump:
+        if resolved.dump and any(record.from_cache for record in report.graphs):
             from fp8pass.report import Dump
 
             Dump(resolved.dump).write_report(report)

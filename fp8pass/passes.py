@@ -84,8 +84,6 @@ class Fp8Pass(CustomGraphPass):
             if self.options.strict:
                 raise PassError(record.verdict.message) from error
             _warn_once(record.verdict.message, error)
-        if graph.owning_module is not None:
-            graph.owning_module.recompile()
 
     def uuid(self) -> Any:
         """Identity for Inductor's caches; None (no caching) if an earlier pass has none."""

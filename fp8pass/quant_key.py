@@ -119,7 +119,7 @@ def _parse(text: str) -> QuantKey:
     parts = text.split("/")
     if len(parts) < 3 or parts[0] not in _DTYPES or parts[1] not in ("static", "dynamic"):
         raise OptionError(
-            f"{text!r} is not a quantisation key; the form is <dtype>/<static|dynamic>/<granularity>,"
+            f"{text!r} is not a quantisation key; the form is dtype/static|dynamic/granularity,"
             f" dtype one of {', '.join(_DTYPES)}"
         )
     rest = parts[3:]

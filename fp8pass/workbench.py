@@ -11,12 +11,12 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
+from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
 from fp8pass.spellings.walk import aten, prims
@@ -59,6 +59,22 @@ class Workbench:
             self.call(operator.getitem, (node, i), like, value) for i, value in enumerate(values)
         ]
 
+    def fresh(self, like: torch.Tensor, shape: Iterable[Any], dtype: torch.dtype) -> torch.Tensor:
+        """A contiguous fake tensor on the device of ``like``, made without running an operator.
+
+        Running ``new_empty`` on fake tensors costs a millisecond; a model has hundreds of sites.
+        """
+        sizes = tuple(shape)
+        if not isinstance(like, FakeTensor):
+            return like.new_empty(sizes, dtype=dtype)
+        strides: list[Any] = []
+        stride: Any = 1
+        for size in reversed(sizes):
+            strides.append(stride)
+            stride = stride * (1 if type(size) is int and size == 0 else size)
+        meta = torch.empty_strided(sizes, strides[::-1], dtype=dtype, device="meta")
+        return FakeTensor(like.fake_mode, meta, like.device)
+
     def run_fake(self, target: Any, args: tuple[Any, ...]) -> Any:
         """The fake result of a call on the fake values of its arguments."""
         values = torch.utils._pytree.tree_map_only(fx.Node, lambda n: n.meta["val"], args)
@@ -84,7 +100,7 @@ class Workbench:
 
     def live(self) -> set[fx.Node]:
         """Nodes that an output or a side effect needs."""
-        stack = [n for n in self.graph.nodes if n.op in ("output", "placeholder") or n.is_impure()]
+        stack = [node for node in self.graph.nodes if _impure(node)]
         seen = set(stack)
         while stack:
             for source in stack.pop().all_input_nodes:
@@ -118,7 +134,7 @@ class Workbench:
         """Remove dead code, restore a topological order, check the graph."""
         from torch._inductor.pattern_matcher import stable_topological_sort
 
-        self.graph.eliminate_dead_code()
+        self.graph.eliminate_dead_code(is_impure_node=_impure)
         stable_topological_sort(self.graph)
         self.graph.lint()
 
@@ -127,10 +143,23 @@ def _is_not(node: fx.Node, user: fx.Node) -> bool:
     return user is not node
 
 
+@cache
+def _impure_target(target: torch._ops.OpOverload) -> bool:
+    probe = fx.Graph()
+    return probe.call_function(target).is_impure()
+
+
+def _impure(node: fx.Node) -> bool:
+    """Whether a node must stay though nothing reads it; asked once per operator, as it is slow."""
+    if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
+        return _impure_target(node.target)
+    return node.op in ("output", "placeholder") or bool(node.is_impure())
+
+
 def _find_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
     for node in graph.nodes:
         value = node.meta.get("val")
-        if isinstance(value, torch._subclasses.FakeTensor):
+        if isinstance(value, FakeTensor):
             return value.fake_mode
     return None
 
@@ -139,12 +168,16 @@ def _find_fake_mode(graph: fx.Graph) -> FakeTensorMode | None:
 
 
 class Snapshot:
-    """A copy of a graph that the graph can be put back to, in place."""
+    """What a graph was, so that it can be put back to it in place.
+
+    A list of the nodes' fields, not a copy of the graph: arguments of FX nodes are immutable and
+    get replaced, never changed, so references to them stay true. It costs microseconds a node.
+    """
 
     def __init__(self, graph: fx.Graph) -> None:
-        self._copy = fx.Graph()
-        self._output_args = self._copy.graph_copy(graph, {})
-        self._output_meta = dict(graph.output_node().meta)
+        self._nodes = [
+            (n, n.op, n.target, n.args, n.kwargs, n.name, n.type, dict(n.meta)) for n in graph.nodes
+        ]
         self._signature = _output_signature(graph)
 
     def restore(self, graph: fx.Graph) -> None:
@@ -156,10 +189,12 @@ class Snapshot:
             graph.erase_node(node)
         # names are handed out by a namespace that would still count the erased ones
         graph._graph_namespace = _Namespace()
-        mapping: dict[fx.Node, fx.Node] = {}
-        graph.graph_copy(self._copy, mapping)
-        output = graph.output(fx.node.map_arg(self._output_args, lambda n: mapping[n]))
-        output.meta.update(self._output_meta)
+        made: dict[fx.Node, fx.Node] = {}
+        for old, op, target, args, kwargs, name, type_expr, meta in self._nodes:
+            new_args = fx.node.map_arg(args, made.__getitem__)
+            new_kwargs = fx.node.map_arg(kwargs, made.__getitem__)
+            made[old] = graph.create_node(op, target, new_args, new_kwargs, name, type_expr)
+            made[old].meta = dict(meta)
         graph.lint()
 
     def check_outputs(self, graph: fx.Graph) -> str | None:

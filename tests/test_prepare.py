@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 from collections.abc import Iterator
 from typing import Any
@@ -79,6 +80,14 @@ def test_report_counts_the_added_memory() -> None:
     assert sum(b.numel() * b.element_size() for b in model.buffers()) == after
     assert unprepare(model) == 2 and unprepare(model) == 0
     assert sum(b.numel() * b.element_size() for b in model.buffers()) == before
+
+
+def test_the_public_name_works_whatever_was_imported_before() -> None:
+    import fp8pass
+
+    assert fp8pass.prepare(make()).layers == 2
+    vars(fp8pass)["prepare"] = importlib.import_module("fp8pass.prepare")  # as an import does
+    assert fp8pass.prepare(make()).layers == 2
 
 
 def test_the_copy_is_not_in_the_state_dict() -> None:

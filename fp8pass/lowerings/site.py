@@ -83,10 +83,10 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
     """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
     a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared = _arguments(draft.node)
+    # the generic node dies with this lowering, so its fake value can move to the new one
     value = val(draft.node)
-    fresh = value.new_empty(value.shape, dtype=out_dtype)
     return EmitSite(
-        a, b, scale_a, scale_b, bias, prepared, out_dtype, problem, target, numerics, fresh
+        a, b, scale_a, scale_b, bias, prepared, out_dtype, problem, target, numerics, value
     )
 
 

@@ -4,6 +4,8 @@
 - ``torch_row``: per-token x per-channel, likewise (cuBLASLt or CUTLASS, hipBLASLt).
 - ``torch_channel``: the product alone, in float32, then scales, bias and one rounding as pointwise
   work that Inductor generates. For every mix of scales, and where the row-wise product is missing.
+  Where Inductor fuses that with a reader, it hands the value on in float32: the rounding to the
+  result's dtype is then not performed in between, as with any pointwise work of Inductor.
 
 The rules for GPUs were read in pytorch's ``aten/src/ATen/native/cuda/ScaledBlas.cpp``,
 ``RowwiseScaledMM.cu`` and ``cmake/Codegen.cmake`` (revisions near 2.11, not every release); what

@@ -53,7 +53,7 @@ def _emit(fusion: Fusion, op: Any, names: tuple[str, ...], total: bool = False) 
     args = (*(bound[name] for name in names), keep)
     q, scale_out = quantise.node.meta["val"]
     y = fusion.y.meta["val"]
-    values = [q, scale_out, y if keep else y.new_empty((0,))]
+    values = [q, scale_out, y if keep else bench.fresh(y, (0,), y.dtype)]
     if total:
         values.append(producer.outputs["total"].meta["val"])
     node = bench.call(op, args, like=producer.node, value=tuple(values))

@@ -1,8 +1,8 @@
 """Rule: a pattern over the generic operators, its conditions, and what is put in its place.
 
 Because reading comes first, a rule is small: it sees ``quantize(rms_norm(x))``, whatever way the
-model wrote it. Patterns are expressions of torch's own FX pattern matcher, built by hand: no tracing, any
-number of readers, no literal that would have to be equal. Each condition is a named predicate that
+model wrote it. Patterns are expressions of torch's own FX pattern matcher, built by hand: no
+tracing, any number of readers, no literal that must be equal. Each condition is a predicate that
 gives a :class:`Verdict`; the first one that says no is the reason in the report.
 """
 

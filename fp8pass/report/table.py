@@ -93,10 +93,8 @@ def _done(sites: list[Site]) -> list[str]:
     for group in groups:
         s = group[0]
         kernel = f"{s.kernel} ({s.plan})" if ";" in s.plan else s.kernel
-        rows.append(
-            [str(len(group)), s.kind, s.status, s.rule, kernel, _short(s.key), s.shape]
-            + [str(s.readers) if s.readers else "", _where(group)]
-        )
+        row = [str(len(group)), s.kind, s.status, s.rule, kernel, _short(s.key), s.shape]
+        rows.append([*row, str(s.readers or ""), _where(group)])
     return _aligned(rows, right=(0, 7))
 
 

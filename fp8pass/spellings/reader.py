@@ -211,14 +211,9 @@ class Reader:
         last = found.root
         if scale is None and bench._order.get(found.scale, 0) > bench._order.get(last, 0):
             last = found.scale
+        value = self._quantise_value(found, base, viewed=bool(views))
         with graph.inserting_after(last):
-            if views:
-                node = bench.call(_ops.quantize.default, (base, scale, form), found.root)
-            else:
-                empty = val(found.root).new_empty((0,), dtype=torch.float32)
-                scale_val = empty if scale is not None else _scale_value(found)
-                value = (val(found.root), scale_val)
-                node = bench.call(_ops.quantize.default, (base, scale, form), found.root, value)
+            node = bench.call(_ops.quantize.default, (base, scale, form), found.root, value)
         with graph.inserting_after(node):
             q, scale_out = bench.items(node, found.root)
         draft = self._draft(node, found.root, {"q": q, "scale": scale_out}, form)
@@ -230,6 +225,21 @@ class Reader:
             draft.swaps.append(
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], last_dim=1)
             )
+
+    def _quantise_value(
+        self, found: QuantMatch, base: fx.Node, viewed: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fake codes and scale of a generic quantise of ``base``."""
+        codes, scale, x = val(found.root), val(found.scale), val(base)
+        if viewed:
+            codes = self.bench.fresh(x, x.shape, codes.dtype)
+        if found.form.static:
+            return codes, self.bench.fresh(x, (0,), torch.float32)
+        if found.form.granularity == "tensor":
+            return codes, scale if scale.dim() == 0 else self.bench.fresh(x, (), torch.float32)
+        if viewed:
+            scale = self.bench.fresh(x, (*x.shape[:-1], 1), torch.float32)
+        return codes, scale
 
     def _swap_viewed(
         self, old: fx.Node, new: fx.Node, views: list[fx.Node], last_dim: int | None
@@ -244,19 +254,15 @@ class Reader:
             ):
                 sizes: Any = view.args[1]
                 args = (new, [*sizes[:-1], last_dim])
+            # the outermost reshape gives what was there before, so its fake value is known
+            value = val(old) if view is views[0] else None
             with bench.graph.inserting_after(new):
-                new = bench.call(view.target, args, old)
+                new = bench.call(view.target, args, old, value)
         before, after = val(old), val(new)
         if tuple(before.shape) != tuple(after.shape):  # an amax that kept its dims: 0-d to [1, 1]
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
-
-
-def _scale_value(found: QuantMatch) -> torch.Tensor:
-    value = val(found.scale)
-    assert isinstance(value, torch.Tensor)
-    return value if found.form.granularity == "token" else value.new_empty(())
 
 
 def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:

@@ -115,7 +115,11 @@ def scalar(value: Any) -> float | None:
     if is_call(value, aten.lift_fresh_copy.default):
         return scalar(value.args[0])
     if is_call(value, aten.full.default) and isinstance(value.args[1], (int, float)):
-        return float(value.args[1])
+        held = tensor(value)
+        if held is None or not one_element(held):
+            return None
+        # what the tensor holds: a narrow dtype rounds the number it is filled with
+        return float(torch.tensor(value.args[1], dtype=held.dtype, device="cpu"))
     return None
 
 
@@ -207,7 +211,8 @@ def where(node: fx.Node) -> str:
             r".\1\2\3",
             list(stack.values())[-1][0],
         )
-        parts.append(path.removeprefix("L").removeprefix(".self").removeprefix(".fn").strip("."))
+        # the root is L['self'], or L['args'][0] where the call was wrapped
+        parts.append(re.sub(r"^L?\.?(self|fn|args\.\d+)\.?", "", path))
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     if lines:

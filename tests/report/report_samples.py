@@ -19,7 +19,8 @@ REJECTED = (
 def norm(layer: int, which: str = "input_layernorm") -> Site:
     return Site(
         "norm", "fused", rule="rms_norm_quant", kernel="inductor", readers=3, node=f"mul_{layer}",
-        where=f"model.layers.{layer}.{which}", key="float8_e4m3fn/dynamic/token", shape="[256, 576]",
+        where=f"model.layers.{layer}.{which}", shape="[256, 576]",
+        key="float8_e4m3fn/dynamic/token",
     )  # fmt: skip
 
 

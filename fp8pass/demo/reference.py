@@ -1,0 +1,108 @@
+"""The reference for numbers: every ``_scaled_mm`` of the eager model done in float32.
+
+Both operands are dequantised to float32 and multiplied by ``mm``, and the result is rounded once:
+what ``torch._scaled_mm`` means, on any CPU and any torch, and much faster than its per-tensor form.
+:func:`compare` shows first that it is the same to the bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+#: M, N, K of the products that :func:`compare` makes.
+SHAPES = ((4, 16, 32), (8, 32, 64), (17, 48, 96))
+_FP8 = torch.float8_e4m3fn
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``(a * scale_a) @ (b * scale_b) + bias`` in float32, rounded once; arguments as torch's.
+
+    Raises:
+        NotImplementedError: a result in fp8, which no model here asks for.
+    """
+    if scale_result is not None or out_dtype is None or out_dtype.itemsize == 1:
+        raise NotImplementedError(f"the reference has no result in {out_dtype}")
+    product = torch.mm(a.float() * scale_a, b.float() * scale_b)
+    if bias is not None:
+        product += bias.float()
+    return product.to(out_dtype)
+
+
+class _Mode(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten._scaled_mm.default:
+            self.calls += 1
+            return scaled_mm(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def reference_products() -> Iterator[_Mode]:
+    """Within, every ``_scaled_mm`` that runs eagerly is :func:`scaled_mm`; ``.calls`` counts."""
+    with _Mode() as mode:
+        yield mode
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One product by torch and by the reference.
+
+    Attributes:
+        shape: M, N, K.
+        differing: elements of the bf16 result that differ in any bit; None if torch raised.
+        error: what torch raised, or "".
+    """
+
+    shape: tuple[int, int, int]
+    differing: int | None
+    error: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def compare(per_channel: bool) -> list[Comparison]:
+    """The reference against ``torch._scaled_mm`` on :data:`SHAPES`, with per-token × per-channel or
+    per-tensor × per-tensor scales, result in bf16."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for m, n, k in SHAPES:
+        x = torch.randn(m, k, generator=generator)
+        w = torch.randn(n, k, generator=generator) / 16
+        scale_x, scale_w = (
+            (t.abs().amax(1, keepdim=True) if per_channel else t.abs().amax()) / 448 for t in (x, w)
+        )
+        args = ((x / scale_x).to(_FP8), (w / scale_w).to(_FP8).t(), scale_x)
+        args = (*args, scale_w.t() if per_channel else scale_w)
+        expected = scaled_mm(*args, out_dtype=torch.bfloat16)
+        try:
+            result = torch._scaled_mm(*args, out_dtype=torch.bfloat16)
+        except (RuntimeError, ValueError, NotImplementedError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+            found.append(Comparison((m, n, k), None, f"{type(error).__name__}: {first}"))
+            continue
+        differing = (expected.view(torch.int16) != result.view(torch.int16)).sum().item()
+        found.append(Comparison((m, n, k), int(differing)))
+    return found

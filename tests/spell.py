@@ -1,0 +1,240 @@
+"""Spellings of norms, activations and quantises, with the form that each must be read as.
+
+Each is written the way some model or library writes it; the expected form is derived by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+E4 = torch.float8_e4m3fn
+Tensor = torch.Tensor
+
+NAMES = {torch.bfloat16: "bfloat16", torch.float16: "float16", torch.float32: "float32"}
+
+
+# ---- norms ---------------------------------------------------------------------------------------
+
+
+def _mean_square(h: Tensor) -> Tensor:
+    return h.pow(2).mean(-1, keepdim=True)
+
+
+def llama(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.to(torch.float32)
+    h = h * torch.rsqrt(_mean_square(h) + eps)
+    return w * h.to(x.dtype)
+
+
+def weight_right(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = torch.rsqrt(eps + _mean_square(h)) * h
+    return h.to(x.dtype) * w
+
+
+def x_times_x(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt((h * h).mean(x.dim() - 1, keepdim=True) + eps)
+    return w * h.type_as(x)
+
+
+def square(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    return w * (h * (h.square().mean(-1, keepdim=True) + eps).rsqrt()).to(x.dtype)
+
+
+def converts_twice(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    variance = x.float().pow(2).mean(-1, keepdim=True)
+    return w * (x.float() * torch.rsqrt(variance + eps)).to(x.dtype)
+
+
+def weight_first(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(_mean_square(h) + eps)
+    return (w * h).to(x.dtype)
+
+
+def gemma(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(_mean_square(h) + eps)
+    return (h * (1.0 + w.float())).type_as(x)
+
+
+def functional(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    return F.rms_norm(x, (x.shape[-1],), w, eps)
+
+
+def one_over_sqrt(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * (1.0 / torch.sqrt(_mean_square(h) + eps))
+    return w * h.to(x.dtype)
+
+
+def reciprocal_sqrt(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.reciprocal(torch.sqrt(_mean_square(h) + eps))
+    return w * h.to(x.dtype)
+
+
+def over_sqrt(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h / torch.sqrt(_mean_square(h) + eps)
+    return w * h.to(x.dtype)
+
+
+def sum_over_width(x: Tensor, w: Tensor, eps: float) -> Tensor:
+    h = x.float()
+    h = h * torch.rsqrt(h.pow(2).sum(-1, keepdim=True) / x.shape[-1] + eps)
+    return w * h.to(x.dtype)
+
+
+Norm = Callable[[Tensor, Tensor, float], Tensor]
+
+#: name -> (function, mean, root, whether the weight is multiplied before the cast)
+NORMS: dict[str, tuple[Norm, str, str, bool]] = {
+    "llama": (llama, "mean", "rsqrt", False),
+    "weight_right": (weight_right, "mean", "rsqrt", False),
+    "x_times_x": (x_times_x, "mean", "rsqrt", False),
+    "square": (square, "mean", "rsqrt", False),
+    "converts_twice": (converts_twice, "mean", "rsqrt", False),
+    "weight_first": (weight_first, "mean", "rsqrt", True),
+    "gemma": (gemma, "mean", "rsqrt", True),
+    "functional": (functional, "mean", "rsqrt", True),
+    "one_over_sqrt": (one_over_sqrt, "mean", "recip_sqrt", False),
+    "reciprocal_sqrt": (reciprocal_sqrt, "mean", "recip_sqrt", False),
+    "over_sqrt": (over_sqrt, "mean", "div_sqrt", False),
+    "sum_over_width": (sum_over_width, "sum_div", "rsqrt", False),
+}
+
+
+def norm_form(name: str, dtype: torch.dtype) -> str:
+    """The form of a norm of ``dtype`` values. In float32 there is no cast to come before."""
+    _, mean, root, before = NORMS[name]
+    order = "before_cast" if before or dtype == torch.float32 else "after_cast"
+    return f"{mean},{root},{order},{NAMES[dtype]}"
+
+
+# ---- activations ---------------------------------------------------------------------------------
+
+
+def silu_two(gate: Tensor, up: Tensor) -> Tensor:
+    return F.silu(gate) * up
+
+
+def silu_right(gate: Tensor, up: Tensor) -> Tensor:
+    return up * F.silu(gate)
+
+
+def silu_wide(gate: Tensor, up: Tensor) -> Tensor:
+    return (F.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def silu_sigmoid(gate: Tensor, up: Tensor) -> Tensor:
+    wide = gate.float()
+    return (wide * torch.sigmoid(wide)).to(gate.dtype) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "silu_two": silu_two,
+    "silu_right": silu_right,
+    "silu_wide": silu_wide,
+    "silu_sigmoid": silu_sigmoid,
+}
+
+
+def act_form(name: str, dtype: torch.dtype) -> str:
+    """The form of an activation of ``dtype`` values."""
+    silu = "sigmoid" if name == "silu_sigmoid" else "div"
+    mid = torch.float32 if name == "silu_wide" else dtype
+    return f"{silu},{NAMES[mid]},{NAMES[dtype]}"
+
+
+# ---- quantises -----------------------------------------------------------------------------------
+
+Quant = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+
+
+def static(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    return ((y.float() / s).clamp(-448, 448).to(E4),)
+
+
+def static_recip(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    return ((y.float() * (1.0 / s)).clamp(-448.0, 448.0).to(E4),)
+
+
+def static_narrow(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    """The division in the model dtype: one rounding more (``s`` is 0-d)."""
+    return ((y / s).clamp(-448, 448).to(E4),)
+
+
+def static_240(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    return ((y.float() / s).clamp(-240, 240).to(E4),)
+
+
+def token(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = (y.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-12)
+    return (y.float() / scale).clamp(-448, 448).to(E4), scale
+
+
+def token_recip(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = (y.abs().amax(-1, keepdim=True).float() * (1 / 448)).clamp(min=1e-7)
+    return (y.float() * scale.reciprocal()).clamp(-448, 448).to(E4), scale
+
+
+def token_amax_floor(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    amax = y.abs().max(-1, keepdim=True)[0].float().clamp_min(1e-4)
+    scale = amax / 448
+    return torch.clamp(y / scale, -448, 448).to(E4), scale
+
+
+def tensor(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = (y.abs().max().float() / 448.0).clamp(min=1e-12)
+    return (y.float() / scale).clamp(-448, 448).to(E4), scale
+
+
+def tensor_recip(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = y.float().abs().amax() * (1.0 / 448.0)
+    scale = torch.clamp(scale, min=1e-10)
+    return (y.float() * (1.0 / scale)).clamp(-448, 448).to(E4), scale
+
+
+def tensor_all_dims(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = y.float().abs().amax(tuple(range(y.dim())), keepdim=True) / 448.0
+    return (y.float() / scale).clamp(-448, 448).to(E4), scale
+
+
+_RECIP = repr(1 / 448)
+
+#: name -> (function, form without dtype)
+QUANTS: dict[str, tuple[Quant, str]] = {
+    "static": (static, "tensor,float32,given,448.0,none,0.0,div,-448.0,448.0"),
+    "static_recip": (static_recip, "tensor,float32,given,448.0,none,0.0,mul_recip,-448.0,448.0"),
+    "static_narrow": (static_narrow, "tensor,{dtype},given,448.0,none,0.0,div,-448.0,448.0"),
+    "static_240": (static_240, "tensor,float32,given,240.0,none,0.0,div,-240.0,240.0"),
+    "token": (token, "token,float32,div,448.0,scale,1e-12,div,-448.0,448.0"),
+    "token_recip": (
+        token_recip,
+        f"token,float32,mul,{_RECIP},scale,1e-07,mul_recip,-448.0,448.0",
+    ),
+    "token_amax_floor": (
+        token_amax_floor,
+        "token,float32,div,448.0,amax,0.0001,div,-448.0,448.0",
+    ),
+    "tensor": (tensor, "tensor,float32,div,448.0,scale,1e-12,div,-448.0,448.0"),
+    "tensor_recip": (
+        tensor_recip,
+        f"tensor,float32,mul,{_RECIP},scale,1e-10,mul_recip,-448.0,448.0",
+    ),
+    "tensor_all_dims": (
+        tensor_all_dims,
+        "tensor,float32,div,448.0,none,0.0,div,-448.0,448.0",
+    ),
+}
+
+
+def quant_form(name: str, dtype: torch.dtype) -> str:
+    """The form of a quantise of ``dtype`` values to e4m3fn."""
+    return "float8_e4m3fn," + QUANTS[name][1].format(dtype=NAMES[dtype])
