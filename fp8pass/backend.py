@@ -8,6 +8,7 @@ post-pass.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,6 +17,9 @@ from torch import fx
 
 from fp8pass.errors import OptionError, choices
 from fp8pass.options import Options
+from fp8pass.reasons import no
+
+log = logging.getLogger("fp8pass")
 
 #: Our options among Inductor's in ``torch.compile(..., options={...})``.
 PREFIX = "fp8pass."
@@ -102,8 +106,12 @@ def fp8pass_backend(
         key = compile_key(
             graph, inputs, (joint.uuid(), post.uuid(), mode, sorted(map(str, theirs)))
         )
-        with collecting(key, uuid=post.identity_text()) as report:
-            result = inductor.compile_fx(graph, inputs, config_patches=patches)
+        try:
+            with collecting(key, uuid=post.identity_text()) as report:
+                result = inductor.compile_fx(graph, inputs, config_patches=patches)
+        except Exception:
+            _hint_at_grad(inputs)
+            raise
         if resolved.dump and any(record.from_cache for record in report.graphs):
             from fp8pass.report import Dump
 
@@ -111,6 +119,18 @@ def fp8pass_backend(
         return cast(Callable[..., Any], result)
 
     return compile_graph(gm, example_inputs)
+
+
+def _hint_at_grad(inputs: Sequence[Any]) -> None:
+    """Say why a compile under autograd failed, where that may be the cause.
+
+    torch has no derivative of a scaled product, so capturing one for training fails before any pass
+    is called, with an error that does not say what to do.
+    """
+    wanting = any(isinstance(value, torch.Tensor) and value.requires_grad for value in inputs)
+    if torch.is_grad_enabled() and wanting:
+        verdict = no("FP8-P001", why="an input or a parameter requires grad, and grad mode is on")
+        log.warning("fp8pass: %s %s; %s", verdict.code, verdict.message, verdict.hint)
 
 
 def two_hooks(options: Options, patches: Mapping[str, Any]) -> tuple[Any, Any]:

@@ -66,7 +66,7 @@ def _training(graph: fx.Graph) -> str:
 def _ahead_of_time() -> bool:
     from torch._inductor.virtualized import V
 
-    return bool(getattr(V, "aot_compilation", False)) is True
+    return bool(getattr(V, "aot_compilation", False))
 
 
 def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:

@@ -75,7 +75,7 @@ def test_calibration_in_inference_mode_and_of_a_compiled_model() -> None:
 def test_calibration_errors() -> None:
     model = Model()
     with pytest.raises(OptionError, match="int"):
-        calibrate(model, 3)  # type: ignore[arg-type]
+        calibrate(model, 3)
     with pytest.raises(OptionError, match="str"):
         calibrate(model, ["text"])
     with pytest.raises(OptionError, match="no nn.Linear"):
@@ -109,7 +109,7 @@ class TwoReaders(nn.Module):
 def test_only_the_same_tensor_counts(feed: Any, same: bool) -> None:
     model = TwoReaders(feed)
     if model.a(feed(torch.ones(4, 8))[0]).shape != model.b(feed(torch.ones(4, 8))[1]).shape:
-        model.forward = lambda x: (model.a(feed(x)[0]), model.b(feed(x)[1]))  # type: ignore
+        model.forward = lambda x: (model.a(feed(x)[0]), model.b(feed(x)[1]))
     assert bool(calibrate(model, [torch.randn(4, 8)]).groups) == same
 
 

@@ -67,7 +67,7 @@ def test_one_module_in_two_places_is_replaced_once() -> None:
     model = nn.ModuleDict({"a": nn.Sequential(shared, nn.ReLU()), "b": shared})
     summary = quantize_(model, "dynamic")
     assert summary.layers == 1 and isinstance(model["b"], Fp8Linear)
-    assert model["a"][0] is model["b"]  # type: ignore[index]
+    assert model["a"][0] is model["b"]
     shared = nn.Linear(8, 8)
     model = nn.ModuleDict({"a": nn.Sequential(shared), "b": shared})
     assert "'b'" in quantize_(model, "dynamic", skip="b").skipped["a.0"]  # any name counts
@@ -108,8 +108,8 @@ def test_what_is_left_and_why() -> None:
         }
     )
     model["hooked"].register_forward_hook(lambda *_: None)
-    model["patched"].forward = lambda x: x  # type: ignore[method-assign]
-    model["infinite"].weight[0, 0] = float("inf")  # type: ignore[index]
+    model["patched"].forward = lambda x: x
+    model["infinite"].weight[0, 0] = float("inf")
     summary = quantize_(model, "dynamic")
     assert summary.layers == 1 and isinstance(model["ok"], Fp8Linear)
     for name, word in {
@@ -143,7 +143,7 @@ def test_static_needs_a_calibration_and_leaves_what_it_did_not_reach() -> None:
     with pytest.raises(OptionError, match=r"calibration=fp8pass.nn.calibrate\(model, inputs\)"):
         quantize_(model, "static")
     with pytest.raises(OptionError, match="got dict"):
-        quantize_(model, "static", calibration={})  # type: ignore[arg-type]
+        quantize_(model, "static", calibration={})
     with pytest.raises(OptionError, match="takes no calibration"):
         quantize_(model, "dynamic", calibration=Calibration({}))
     with pytest.raises(OptionError, match="'fp4'.*'dynamic'"):

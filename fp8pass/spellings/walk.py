@@ -13,6 +13,7 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 aten = torch.ops.aten
@@ -110,7 +111,8 @@ def scalar(value: Any) -> float | None:
             owner = getattr(owner, part, None)
         # a plain tensor only: a parameter or a buffer may change after compiling
         if type(owner) is torch.Tensor and owner.numel() == 1 and not _is_buffer(value):
-            return float(owner)
+            with unset_fake_temporarily():
+                return float(owner)
         return None
     if is_call(value, aten.lift_fresh_copy.default):
         return scalar(value.args[0])
@@ -119,7 +121,8 @@ def scalar(value: Any) -> float | None:
         if held is None or not one_element(held):
             return None
         # what the tensor holds: a narrow dtype rounds the number it is filled with
-        return float(torch.tensor(value.args[1], dtype=held.dtype, device="cpu"))
+        with unset_fake_temporarily():
+            return float(torch.tensor(value.args[1], dtype=held.dtype, device="cpu"))
     return None
 
 

@@ -1,0 +1,102 @@
+"""Measuring: perplexity and seconds in one interleaved run, and greedy continuations."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fp8pass.demo.variants import Call, Variant, no_recompile
+
+#: Fewest timed forwards of a variant.
+ROUNDS = 5
+#: A variant that only shows how slow it is stops after this many seconds (and two windows).
+SLOW_SECONDS = 45.0
+
+
+def windows_of(ids: Sequence[int], tokens: int, window: int) -> list[Tensor]:
+    """Consecutive windows ``[1, window]`` that hold at least ``tokens`` tokens, or all there are.
+
+    Raises:
+        ValueError: the text has not even one window.
+    """
+    count = min(math.ceil(tokens / window), len(ids) // window)
+    if count < 1:
+        raise ValueError(f"the text has {len(ids)} tokens, less than one window of {window}")
+    return [torch.tensor([ids[i * window : (i + 1) * window]]) for i in range(count)]
+
+
+def loss(logits: Tensor, ids: Tensor) -> float:
+    """Mean negative log-likelihood in nats of ``ids[0, 1:]``, computed in float32."""
+    return F.cross_entropy(logits[0, :-1].float(), ids[0, 1:]).item()
+
+
+def perplexity(variant: Variant, windows: Sequence[int] | None = None) -> float | None:
+    """``exp`` of the mean loss over ``windows`` (default: all that it was run on), or None."""
+    chosen = list(variant.losses if windows is None else windows)
+    if not chosen or any(index not in variant.losses for index in chosen):
+        return None
+    return math.exp(sum(variant.losses[index] for index in chosen) / len(chosen))
+
+
+def interleaved(
+    variants: Sequence[Variant],
+    windows: Sequence[Tensor],
+    may_stop: Callable[[Variant], bool] = lambda variant: False,
+    say: Callable[[str], None] = lambda text: None,
+) -> None:
+    """Run all variants window by window, in an order that rotates; every forward is timed.
+
+    Interleaved, because a machine's speed drifts: what is compared must have had the same weather.
+
+    Args:
+        may_stop: whether a slow variant may be spared the rest of the windows.
+        say: told how far it is.
+    """
+    rounds = max(len(windows), ROUNDS)
+    for number in range(rounds):
+        index = number % len(windows)
+        say(f"window {index + 1} of {len(windows)}")
+        turn = number % len(variants)
+        for variant in [*variants[turn:], *variants[:turn]]:
+            done = len(variant.seconds)
+            if done >= 2 and may_stop(variant) and sum(variant.seconds) > SLOW_SECONDS:
+                continue
+            logits = variant.timed(windows[index])
+            if index not in variant.losses:
+                variant.losses[index] = loss(logits, windows[index])
+
+
+def continuation(
+    call: Call, prompt: Sequence[int], count: int, window: int, draft: Sequence[int] = ()
+) -> tuple[list[int], int]:
+    """The greedy continuation of ``prompt`` by a function of one fixed shape.
+
+    The whole window is computed anew each time, padded on the right, which a causal model does not
+    see. One forward tells the model's choice at *every* position, so a guess of all ``count`` tokens
+    is checked at once and replaced by those choices, until nothing changes (Jacobi decoding; Song
+    et al. 2021, arXiv:2002.03629). Each forward settles at least one more token; a good draft, such
+    as another variant's continuation, is confirmed by a single one.
+
+    Returns:
+        (ids, number of forwards).
+
+    Raises:
+        ValueError: prompt and continuation do not fit into the window.
+    """
+    if not prompt or len(prompt) + count > window:
+        raise ValueError(f"{len(prompt)} tokens and {count} more do not fit a window of {window}")
+    guess = (list(draft) + [prompt[-1]] * count)[:count]
+    first = len(prompt) - 1
+    for forwards in range(1, count + 2):
+        row = [*prompt, *guess]
+        ids = torch.tensor([row + [prompt[-1]] * (window - len(row))])
+        with torch.no_grad(), no_recompile():
+            chosen = call(ids)[0, first : first + count].argmax(-1).tolist()
+        if chosen == guess:
+            break
+        guess = chosen
+    return guess, forwards
