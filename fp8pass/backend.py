@@ -17,6 +17,7 @@ from torch import fx
 
 from fp8pass.errors import OptionError, choices
 from fp8pass.options import Options
+from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import no
 
 log = logging.getLogger("fp8pass")
@@ -96,7 +97,7 @@ def fp8pass_backend(
 
     ours, theirs = split_options(options)
     resolved = Options.resolve(**ours)
-    patches = {**mode_patches(mode), **theirs}
+    patches = {**_numerics_patches(gm, example_inputs, resolved), **mode_patches(mode), **theirs}
     joint, post = two_hooks(resolved, patches)
     patches |= {"joint_custom_pre_pass": joint, "post_grad_custom_post_pass": post}
 
@@ -131,6 +132,25 @@ def _hint_at_grad(inputs: Sequence[Any]) -> None:
     if torch.is_grad_enabled() and wanting:
         verdict = no("FP8-P001", why="an input or a parameter requires grad, and grad mode is on")
         log.warning("fp8pass: %s %s; %s", verdict.code, verdict.message, verdict.hint)
+
+
+def _numerics_patches(
+    gm: fx.GraphModule, inputs: Sequence[Any], options: Options
+) -> dict[str, Any]:
+    """What Inductor must be told to keep the contract; nothing for a graph without FP8."""
+    from fp8pass.lowerings.producers import inductor_patches
+    from fp8pass.target import Target
+
+    devices = {
+        value.device
+        for value in [*inputs, *gm.buffers(), *gm.parameters()]
+        if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
+    }
+    if len({device.type for device in devices}) != 1:
+        return {}
+    if options.target is not None:
+        return inductor_patches(Target.parse(options.target), options)
+    return inductor_patches(Target.detect(min(devices, key=str)), options)
 
 
 def two_hooks(options: Options, patches: Mapping[str, Any]) -> tuple[Any, Any]:

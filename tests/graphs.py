@@ -17,7 +17,10 @@ from torch.fx.experimental.symbolic_shapes import (
     StatelessSymbolicContext,
 )
 
+from fp8pass import engine
 from fp8pass.ops import SPECS
+from fp8pass.options import Options
+from fp8pass.report import GraphRecord
 from fp8pass.report.graph_text import live_module
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.reader import Reader, anchors
@@ -149,6 +152,78 @@ def read(fn: Callable[..., Any], *inputs: torch.Tensor, dynamic: Iterable[int] =
     return reading
 
 
+# ---- the whole pass ------------------------------------------------------------------------------
+
+
+class Passed:
+    """What the engine made of a graph.
+
+    Attributes:
+        before, fused, after: the graph as received, after the fusing step, and at the end.
+        record: the record of the run.
+    """
+
+    def __init__(self, traced: fx.GraphModule, stage: Any = "all", **options: Any) -> None:
+        self.before = live_module(traced.graph)
+        work = live_module(traced.graph)
+        self.fused = self.before
+        self.record = GraphRecord(name="test", hook="joint", options={}, source="pristine")
+        error = engine.run(
+            work.graph, Options.resolve({}, **options), stage, self.record, self._observe
+        )
+        if error is not None:
+            raise error
+        work.recompile()
+        self.after = work
+
+    def _observe(self, step: str, graph: fx.Graph) -> None:
+        if step == "fuse":
+            self.fused = sorted_copy(graph)
+
+    def sites(self, kind: str, status: str | None = None) -> list[Any]:
+        """The sites of a kind (and status) in the record."""
+        return [
+            site
+            for site in self.record.sites
+            if site.kind == kind and status in (None, site.status)
+        ]
+
+    @property
+    def fusions(self) -> int:
+        """Number of fused producers, counted in the graph after the fusing step."""
+        return sum(str(node.target) in FUSED for node in self.fused.graph.nodes)
+
+
+#: the fused operators, as ``str(node.target)``
+FUSED = (
+    "fp8pass.rms_norm_quant.default",
+    "fp8pass.add_rms_norm_quant.default",
+    "fp8pass.silu_mul_quant.default",
+)
+
+
+def sorted_copy(graph: fx.Graph) -> fx.GraphModule:
+    """The live part of a graph in a topological order, which the order of its nodes need not be."""
+    if any(node.is_impure() for node in graph.nodes if node.op == "call_function"):
+        return live_module(graph)  # the order of writes counts
+    copy = fx.Graph()
+    values: dict[fx.Node, fx.Node] = {}
+    for node in graph.find_nodes(op="placeholder"):
+        values[node] = copy.node_copy(node)
+    stack = [graph.output_node()]
+    while stack:
+        node = stack[-1]
+        missing = [n for n in node.all_input_nodes if n not in values]
+        if missing:
+            stack += missing
+        else:
+            stack.pop()
+            if node not in values:
+                values[node] = copy.node_copy(node, lambda n: values[n])
+    owner = graph.owning_module
+    return fx.GraphModule(torch.nn.Module() if owner is None else owner, copy)
+
+
 # ---- running graphs ------------------------------------------------------------------------------
 
 
@@ -172,8 +247,11 @@ def run(module: fx.GraphModule, *inputs: torch.Tensor) -> tuple[Any, ...]:
 
 
 def bits(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor as integers, so that NaN equals NaN and 0.0 differs from -0.0."""
-    return value.contiguous().view(_BITS[value.element_size()])
+    """The bytes of a tensor as integers: 0.0 differs from -0.0, and NaN equals any NaN."""
+    raw = value.contiguous().view(_BITS[value.element_size()])
+    if not value.is_floating_point():
+        return raw
+    return raw.masked_fill(value.to(torch.float32).isnan(), 0x7F)
 
 
 def assert_same_bits(got: Iterable[Any], wanted: Iterable[Any]) -> None:

@@ -47,6 +47,7 @@ def interleaved(
     windows: Sequence[Tensor],
     may_stop: Callable[[Variant], bool] = lambda variant: False,
     say: Callable[[str], None] = lambda text: None,
+    rounds: int | None = None,
 ) -> None:
     """Run all variants window by window, in an order that rotates; every forward is timed.
 
@@ -55,9 +56,9 @@ def interleaved(
     Args:
         may_stop: whether a slow variant may be spared the rest of the windows.
         say: told how far it is.
+        rounds: how often; default: once for each window, and at least :data:`ROUNDS`.
     """
-    rounds = max(len(windows), ROUNDS)
-    for number in range(rounds):
+    for number in range(rounds or max(len(windows), ROUNDS)):
         index = number % len(windows)
         say(f"window {index + 1} of {len(windows)}")
         turn = number % len(variants)
@@ -72,17 +73,17 @@ def interleaved(
 
 def continuation(
     call: Call, prompt: Sequence[int], count: int, window: int, draft: Sequence[int] = ()
-) -> tuple[list[int], int]:
+) -> list[int]:
     """The greedy continuation of ``prompt`` by a function of one fixed shape.
 
     The whole window is computed anew each time, padded on the right, which a causal model does not
-    see. One forward tells the model's choice at *every* position, so a guess of all ``count`` tokens
-    is checked at once and replaced by those choices, until nothing changes (Jacobi decoding; Song
-    et al. 2021, arXiv:2002.03629). Each forward settles at least one more token; a good draft, such
-    as another variant's continuation, is confirmed by a single one.
+    see. One forward tells the model's choice at *every* position, so a guess of all tokens is
+    checked at once and replaced by those choices, until nothing changes (Jacobi decoding; Song et
+    al. 2021, arXiv:2002.03629). Each forward settles at least one more token; a good draft, such as
+    another variant's continuation, is confirmed by a single one.
 
     Returns:
-        (ids, number of forwards).
+        ids.
 
     Raises:
         ValueError: prompt and continuation do not fit into the window.
@@ -91,7 +92,7 @@ def continuation(
         raise ValueError(f"{len(prompt)} tokens and {count} more do not fit a window of {window}")
     guess = (list(draft) + [prompt[-1]] * count)[:count]
     first = len(prompt) - 1
-    for forwards in range(1, count + 2):
+    for _ in range(count):
         row = [*prompt, *guess]
         ids = torch.tensor([row + [prompt[-1]] * (window - len(row))])
         with torch.no_grad(), no_recompile():
@@ -99,4 +100,4 @@ def continuation(
         if chosen == guess:
             break
         guess = chosen
-    return guess, forwards
+    return guess

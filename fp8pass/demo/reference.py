@@ -94,11 +94,11 @@ def compare(per_channel: bool) -> list[Comparison]:
         scale_x, scale_w = (
             (t.abs().amax(1, keepdim=True) if per_channel else t.abs().amax()) / 448 for t in (x, w)
         )
-        args = ((x / scale_x).to(_FP8), (w / scale_w).to(_FP8).t(), scale_x)
-        args = (*args, scale_w.t() if per_channel else scale_w)
-        expected = scaled_mm(*args, out_dtype=torch.bfloat16)
+        a, b = (x / scale_x).to(_FP8), (w / scale_w).to(_FP8).t()
+        scale_b = scale_w.t() if per_channel else scale_w
+        expected = scaled_mm(a, b, scale_x, scale_b, out_dtype=torch.bfloat16)
         try:
-            result = torch._scaled_mm(*args, out_dtype=torch.bfloat16)
+            result = torch._scaled_mm(a, b, scale_x, scale_b, out_dtype=torch.bfloat16)
         except (RuntimeError, ValueError, NotImplementedError) as error:
             first = str(error).strip().splitlines()[0] if str(error).strip() else ""
             found.append(Comparison((m, n, k), None, f"{type(error).__name__}: {first}"))

@@ -137,7 +137,7 @@ class Bytes:
         return list(text.encode("utf-8"))
 
     def decode(self, ids: list[int]) -> str:
-        return bytes(ids).decode("utf-8", "replace")
+        return bytes(ids).decode("utf-8", "backslashreplace")
 
 
 def build(seed: int = 0) -> tuple[TinyLlama, Bytes]:
@@ -148,7 +148,9 @@ def build(seed: int = 0) -> tuple[TinyLlama, Bytes]:
         model = TinyLlama(config)
         with torch.no_grad():
             for parameter in model.parameters():
-                if parameter.dim() == 2:
+                if parameter is model.embed_tokens.weight:
+                    parameter.normal_(std=0.05)  # also the head's: keeps its logits small
+                elif parameter.dim() == 2:
                     parameter.normal_(std=parameter.shape[1] ** -0.5)
                 else:
                     parameter.uniform_(0.5, 1.5)

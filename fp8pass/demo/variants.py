@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
@@ -77,6 +78,7 @@ class Variant:
 
         What goes wrong is noted in :attr:`error`: a stock that cannot run the model is a result.
         """
+        from fp8pass.backend import fp8pass_backend
         from fp8pass.report import reports
 
         if self.backend is None:
@@ -87,7 +89,8 @@ class Variant:
             start = time.perf_counter()
             call = torch.compile(
                 own_function(self.module),
-                backend=self.backend,
+                # The function, so that it also works from a source tree without entry points.
+                backend=fp8pass_backend if self.backend == "fp8pass" else self.backend,
                 options=self.options or None,
                 fullgraph=True,
                 dynamic=False,
@@ -119,8 +122,9 @@ class Variant:
         from torch.profiler import ProfilerActivity, profile
 
         assert self.call is not None
-        with torch.no_grad(), profile(activities=[ProfilerActivity.CPU]) as profiler:
-            self.call(ids)
+        with torch.no_grad(), _native_stderr_closed():
+            with profile(activities=[ProfilerActivity.CPU]) as profiler:
+                self.call(ids)
         counts = {event.key: int(event.count) for event in profiler.key_averages()}
         self.executed = {name: counts[name] for name in PRODUCTS if name in counts}
 
@@ -181,6 +185,20 @@ def no_recompile() -> Iterator[None]:
 
     with config.patch(error_on_recompile=True):
         yield
+
+
+@contextmanager
+def _native_stderr_closed() -> Iterator[None]:
+    """Within, what C++ prints to stderr is lost: torch's profiler tells when it starts and stops."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    try:
+        with open(os.devnull, "wb") as sink:
+            os.dup2(sink.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def site_counts(report: Report) -> dict[str, int]:

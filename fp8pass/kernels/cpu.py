@@ -19,6 +19,7 @@ import logging
 import os
 import platform
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -43,6 +44,7 @@ BLOCK_N, ROUND_K = 32, 32  # NB and KR in cpu_convert.h
 
 _FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
 _FLOATS = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
+_ARGUMENTS = struct.Struct("14q")  # of the C entry point, in one: ctypes takes long over each
 
 
 @dataclass(frozen=True)
@@ -143,23 +145,23 @@ def scaled_mm(
         UnsupportedError: a shape, dtype or kernel other than those above; it is named.
     """
     lib = _library or _loaded()
-    m, n, flags = _checked(a, b, scale_a, scale_b, bias, out_dtype, prepared)
-    k = a.shape[1]
+    m, k, n, flags = _checked(a, b, scale_a, scale_b, bias, out_dtype, prepared)
     if kernel is not None:
         if kernel not in lib.kernels or (kernel == "gemv" and m > GEMV_ROWS):
             raise UnsupportedError(f"kernel {kernel!r} cannot run here; it takes {lib.kernels}")
         flags |= KERNELS[kernel] << 8
-    if lib.call is None or k == 0 or flags < 0:
+    if lib.call is None or k == 0:
         return _with_torch_ops(a, b, scale_a, scale_b, bias, out_dtype)
     out = torch.empty((m, n), dtype=out_dtype)
     if m == 0 or n == 0:
         return out
     # Whatever is copied here must stay referenced until the call returns, hence the names.
-    if k > 1:
-        if a.stride(1) != 1:
-            a = a.contiguous()
-        if b.stride(0) != 1:
-            b = b.t().contiguous().t()
+    row, step = a.stride()
+    if step != 1 and k > 1:
+        a, row = a.contiguous(), k
+    step, column = b.stride()
+    if step != 1 and k > 1:
+        b, column = b.t().contiguous(), k
     if flags & 4:
         scale_a = scale_a.contiguous()
     if flags & 8:
@@ -167,20 +169,22 @@ def scaled_mm(
     if bias is not None:
         bias = bias.contiguous()
     status = lib.call(
-        a.data_ptr(),
-        a.stride(0),
-        b.data_ptr(),
-        b.stride(1),
-        None if prepared is None else prepared.data_ptr(),
-        scale_a.data_ptr(),
-        scale_b.data_ptr(),
-        None if bias is None else bias.data_ptr(),
-        out.data_ptr(),
-        m,
-        n,
-        k,
-        flags,
-        torch.get_num_threads(),
+        _ARGUMENTS.pack(
+            a.data_ptr(),
+            row,
+            b.data_ptr(),
+            column,
+            0 if prepared is None else prepared.data_ptr(),
+            scale_a.data_ptr(),
+            scale_b.data_ptr(),
+            0 if bias is None else bias.data_ptr(),
+            out.data_ptr(),
+            m,
+            n,
+            k,
+            flags,
+            torch.get_num_threads(),
+        )
     )
     if status:
         raise MemoryError(f"no memory for the scratch of a {m}x{k} by {k}x{n} product")
@@ -195,11 +199,12 @@ def _checked(
     bias: torch.Tensor | None,
     out_dtype: torch.dtype,
     prepared: torch.Tensor | None,
-) -> tuple[int, int, int]:
-    """M, N and the flags of the C entry point; raises for what no path can take."""
-    if a.dim() != 2 or b.dim() != 2 or a.shape[1] != b.shape[0]:
-        raise UnsupportedError(f"cannot multiply {tuple(a.shape)} by {tuple(b.shape)}")
-    m, n = a.shape[0], b.shape[1]
+) -> tuple[int, int, int, int]:
+    """M, K, N and the flags of the C entry point; raises for what no path can take."""
+    of_a, of_b = a.shape, b.shape
+    if len(of_a) != 2 or len(of_b) != 2 or of_a[1] != of_b[0]:
+        raise UnsupportedError(f"cannot multiply {tuple(of_a)} by {tuple(of_b)}")
+    (m, k), n = of_a, of_b[1]
     try:
         flags = _FP8[a.dtype] | _FP8[b.dtype] << 1 | _FLOATS[out_dtype] << 6
         if bias is not None:
@@ -226,14 +231,14 @@ def _checked(
         flags |= 8
     if prepared is not None and (
         prepared.dtype != torch.bfloat16
-        or prepared.numel() != packed_numel(n, a.shape[1])
+        or prepared.numel() != packed_numel(n, k)
         or not prepared.is_contiguous()
     ):
         raise UnsupportedError(
             f"prepared weight of {prepared.numel()} {prepared.dtype}; "
-            f"pack() of a {n}x{a.shape[1]} weight has {packed_numel(n, a.shape[1])} bfloat16"
+            f"pack() of a {n}x{k} weight has {packed_numel(n, k)} bfloat16"
         )
-    return m, n, flags
+    return m, k, n, flags
 
 
 def _names(dtypes: dict[torch.dtype, int]) -> str:
@@ -280,8 +285,7 @@ def _load() -> _Library:
         return _Library(None, (), False, str(e))
     found = int(dll.fp8pass_kernels())
     call = dll.fp8pass_scaled_mm
-    pointer, number = ctypes.c_void_p, ctypes.c_int64
-    call.argtypes = (pointer, number, pointer, number, *[pointer] * 5, *[number] * 5)
+    call.argtypes = (ctypes.c_char_p,)
     call.restype = ctypes.c_int
     names = tuple(name for name, bit in KERNELS.items() if found >> bit & 1)
     return _Library(call, names, bool(found & 1), "")

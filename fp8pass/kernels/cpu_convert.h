@@ -40,51 +40,91 @@ inline long round_up(long x, long to) { return (x + to - 1) / to * to; }
 inline u32 bits(float x) { u32 u; std::memcpy(&u, &x, 4); return u; }
 inline float real(u32 u) { float x; std::memcpy(&x, &u, 4); return x; }
 
-// ---- exact conversions ------------------------------------------------------------------------------
-// Integer arithmetic on purpose: an fp8 subnormal times a power of two would be lost under
-// torch.set_flush_denormal(True), and slow on CPUs that trap to microcode for subnormals.
-
-template <bool E5> inline u32 fp8_bits(u32 x) {  // fp8 code -> bits of the same value in fp32
-  const u32 mag = x & 0x7f, sign = (x & 0x80) << 24;
-  if (E5) {  // 5 exponent bits, bias 15; 0x7c is infinity, above are NaN
-    const u32 normal = (mag << 21) + (112u << 23), small = bits(float(int(mag)) * 0x1p-16f);
-    const u32 special = 0x7f800000u | ((mag & 3) << 21);
-    return sign | (mag < 4 ? small : mag >= 0x7c ? special : normal);
-  }
-  const u32 normal = (mag << 20) + (120u << 23), small = bits(float(int(mag)) * 0x1p-9f);
-  return sign | (mag < 8 ? small : mag == 0x7f ? 0x7fc00000u : normal);  // no infinities, one NaN
-}
-
-inline float half_to_float(u16 h) {
-  const u32 mag = h & 0x7fff, sign = u32(h & 0x8000) << 16;
-  if (mag >= 0x7c00) return real(sign | 0x7f800000u | (mag << 13));
-  if (mag < 0x400) return real(sign | bits(float(int(mag)) * 0x1p-24f));
-  return real(sign | ((mag << 13) + (112u << 23)));
-}
-
+inline float half_to_float(u16 h) { return _cvtsh_ss(h); }
 inline u16 float_to_bf16(float x) {
   const u32 u = bits(x);
   return (u & 0x7fffffff) > 0x7f800000u ? u16(0x7fc0) : u16((u + 0x7fff + ((u >> 16) & 1)) >> 16);
 }
-
-// ---- unpacking W ------------------------------------------------------------------------------------
-// unpack<E5, Sink>(): columns [n0, n0 + n) and k in [k0, k1) of W (k1 - k0 a multiple of KR).
-// Sinks take, for one pair of k and 8 or 16 columns, the values of the even and of the odd k.
 
 #ifdef FP8PASS_AVX512
 typedef __m512 vf;
 inline vf load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, vf x) { _mm512_storeu_ps(p, x); }
 inline vf splat(float x) { return _mm512_set1_ps(x); }
+inline vf mul(vf a, vf b) { return _mm512_mul_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm512_fmadd_ps(a, b, c); }
 #else
 typedef __m256 vf;
 inline vf load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, vf x) { _mm256_storeu_ps(p, x); }
 inline vf splat(float x) { return _mm256_set1_ps(x); }
+inline vf mul(vf a, vf b) { return _mm256_mul_ps(a, b); }
 inline vf fma(vf a, vf b, vf c) { return _mm256_fmadd_ps(a, b, c); }
 #endif
 constexpr long VW = sizeof(vf) / sizeof(float);
+
+// ---- exact conversions ------------------------------------------------------------------------------
+// By way of fp16, whose conversion instructions ignore the flush-denormals mode (multiplying an fp8
+// subnormal placed in an fp32 would not, and would be slow on CPUs that trap for subnormals). e5m2 is the
+// upper half of fp16. e4m3 has a bias of 7 where fp16 has 15: moved under fp16's exponent it reads as
+// value / 256, exactly, subnormals included.
+
+// e4m3 in 16-bit lanes -> fp16 bits; `wide` holds the sign-extended code << 7
+template <bool NANS> inline __m256i e4m3_halves(__m256i wide) {
+  __m256i h = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbf80)));
+  if (NANS) {
+    const __m256i nan = _mm256_set1_epi16(short(0xbf80));
+    const __m256i mag = _mm256_or_si256(h, _mm256_set1_epi16(short(0x8000)));
+    h = _mm256_or_si256(h, _mm256_cmpeq_epi16(mag, nan));
+  }
+  return h;
+}
+template <bool E5> constexpr float half_scale() { return E5 ? 1.0f : 256.0f; }
+
+
+template <bool E5, bool NANS> inline __m256i halves(__m128i codes) {  // NANS: e4m3's NaN codes become NaN
+  if (E5) return _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
+  return e4m3_halves<NANS>(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7));
+}
+
+inline __m128i codes16(const u8* p, long n) {  // the first n of 16 codes, then zeros
+  if (n >= 16) return _mm_loadu_si128((const __m128i*)p);
+  alignas(16) u8 tail[16] = {};
+  std::memcpy(tail, p, n);
+  return _mm_load_si128((const __m128i*)tail);
+}
+
+inline void floats16(__m256i h, vf* out) {  // 16 fp16 -> fp32
+#ifdef FP8PASS_AVX512
+  out[0] = _mm512_cvtph_ps(h);
+#else
+  out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(h));
+  out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1));
+#endif
+}
+
+// n codes of a row, padded with zeros to `padded`, a multiple of 16
+template <bool E5> void convert_row(const u8* in, long n, long padded, float* out) {
+  for (long k = 0; k < padded; k += 16) {
+    vf x[16 / VW];
+    floats16(halves<E5, true>(k < n ? codes16(in + k, n - k) : _mm_setzero_si128()), x);
+    for (long i = 0; i < 16 / VW; ++i) store(out + k + i * VW, mul(x[i], splat(half_scale<E5>())));
+  }
+}
+#ifdef FP8PASS_AVX512
+template <bool E5> void convert_row(const u8* in, long n, long padded, u16* out) {  // to bf16
+  for (long k = 0; k < padded; k += 16) {
+    vf x;
+    floats16(halves<E5, true>(k < n ? codes16(in + k, n - k) : _mm_setzero_si128()), &x);
+    const __m512i wide = _mm512_castps_si512(mul(x, splat(half_scale<E5>())));
+    _mm256_storeu_si256((__m256i*)(out + k), _mm512_cvtepi32_epi16(_mm512_srli_epi32(wide, 16)));
+  }
+}
+#endif
+
+// ---- unpacking W ------------------------------------------------------------------------------------
+// unpack<E5, Sink>(): columns [n0, n0 + n) and k in [k0, k1) of W (k1 - k0 a multiple of KR).
+// Sinks take, for one pair of k and 8 or 16 columns, the values of the even and of the odd k.
 
 struct ToFloat {  // [k][NB] fp32
   typedef float T;
@@ -105,35 +145,18 @@ struct ToPairs {  // [k / 2][NB][2] bf16, a pair as one u32
 };
 #endif
 
-// fp8 in 16-bit lanes -> fp16 bits. e5m2 is the upper half of fp16. e4m3 has a bias of 7 where fp16 has
-// 15: moved under fp16's exponent it reads as value / 256, exactly, subnormals included (the fp16
-// conversion instructions ignore the flush-denormals mode). `wide` holds the sign-extended code << 7.
-template <bool NANS> inline __m256i e4m3_halves(__m256i wide) {
-  __m256i h = _mm256_and_si256(wide, _mm256_set1_epi16(short(0xbf80)));
-  if (NANS) {
-    const __m256i nan = _mm256_set1_epi16(short(0xbf80));
-    const __m256i mag = _mm256_or_si256(h, _mm256_set1_epi16(short(0x8000)));
-    h = _mm256_or_si256(h, _mm256_cmpeq_epi16(mag, nan));
-  }
-  return h;
-}
-template <bool E5> constexpr float half_scale() { return E5 ? 1.0f : 256.0f; }
-
-template <class Sink> inline void put_halves(typename Sink::T* out, long k, long col, __m256i even, __m256i odd, vf scale) {
-#ifdef FP8PASS_AVX512
-  Sink::put(out, k, col, _mm512_mul_ps(_mm512_cvtph_ps(even), scale), _mm512_mul_ps(_mm512_cvtph_ps(odd), scale));
-#else
-  for (int half = 0; half < 2; ++half) {
-    const __m128i e = half ? _mm256_extracti128_si256(even, 1) : _mm256_castsi256_si128(even);
-    const __m128i o = half ? _mm256_extracti128_si256(odd, 1) : _mm256_castsi256_si128(odd);
-    Sink::put(out, k, col + 8 * half, _mm256_mul_ps(_mm256_cvtph_ps(e), scale), _mm256_mul_ps(_mm256_cvtph_ps(o), scale));
-  }
-#endif
+template <class Sink>
+inline void put_halves(typename Sink::T* out, long k, long col, __m256i even, __m256i odd, vf scale) {
+  vf e[16 / VW], o[16 / VW];
+  floats16(even, e);
+  floats16(odd, o);
+  for (long i = 0; i < 16 / VW; ++i) Sink::put(out, k, col + i * VW, mul(e[i], scale), mul(o[i], scale));
 }
 
 // 16 columns x 16 k: transpose the k pairs (16-bit units) with 8x8 unpacking in each 128-bit lane, lane 0
 // holding columns 0-7 and lane 1 columns 8-15.
-template <bool E5, class Sink> inline void unpack_square(const u8* const* rows, long k, typename Sink::T* out, long at, long col) {
+template <bool E5, class Sink>
+inline void unpack_square(const u8* const* rows, long k, typename Sink::T* out, long at, long col) {
   __m256i r[8], t[8];
   for (int i = 0; i < 8; ++i)
     r[i] = _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(rows[i] + k))),
@@ -166,7 +189,8 @@ template <bool E5, class Sink> inline void unpack_square(const u8* const* rows, 
   }
 }
 
-template <bool E5, class Sink> void unpack(const Job& j, long n0, long n, long k0, long k1, typename Sink::T* out) {
+template <bool E5, class Sink>
+void unpack(const Job& j, long n0, long n, long k0, long k1, typename Sink::T* out) {
   alignas(64) static const u8 zeros[16] = {};
   const long whole = (j.K < k1 ? j.K : k1) & ~15L;
   for (long col = 0; col < NB; col += 16) {

@@ -77,7 +77,8 @@ void micro(const typename P::T* a, long pitch, const typename P::T* w, long step
 }
 
 template <class P, int R = P::MR>
-void micro_rows(long rows, const typename P::T* a, long pitch, const typename P::T* w, long steps, float* c, bool more) {
+void micro_rows(long rows, const typename P::T* a, long pitch, const typename P::T* w, long steps, float* c,
+                bool more) {
   if constexpr (R > 1) {
     if (rows < R) return micro_rows<P, R - 1>(rows, a, pitch, w, steps, c, more);
   }
@@ -92,7 +93,8 @@ template <class Self, class Element, long Per> struct RowMajor {  // A as [M][pi
   static long size(const Job& j) { return j.M * pitch(j); }
   // one cache line more than needed: rows a multiple of 4 KiB apart would share their cache sets
   static long pitch(const Job& j) { return j.KP / PER + 64 / long(sizeof(T)); }
-  static void multiply(const Job& j, const T* a, long m, long rows, const T* w, long k0, long ks, float* c, bool more) {
+  static void multiply(const Job& j, const T* a, long m, long rows, const T* w, long k0, long ks, float* c,
+                       bool more) {
     micro_rows<Self>(rows, a + m * pitch(j) + k0 / PER, pitch(j), w, ks / PER, c, more);
   }
 };
@@ -110,10 +112,7 @@ struct Fp32 : RowMajor<Fp32, float, 1> {
   static vf broadcast(float x) { return splat(x); }
   static vf dot(vf a, vf w, vf c) { return fma(a, w, c); }
   template <bool E5> static void convert(const Job& j, long m, float* a) {
-    const u8* in = j.a + m * j.lda;
-    float* out = a + m * pitch(j);
-    for (long k = 0; k < j.K; ++k) out[k] = real(fp8_bits<E5>(in[k]));
-    for (long k = j.K; k < j.KP; ++k) out[k] = 0;
+    convert_row<E5>(j.a + m * j.lda, j.K, j.KP, a + m * pitch(j));
   }
   static const float* panel(const u32* packed, long ks, float* scratch) {  // bf16 pairs -> [k][NB] fp32
     for (long k = 0; k < ks; k += 2, packed += NB)
@@ -135,10 +134,7 @@ struct Bf16 : RowMajor<Bf16, u32, 2> {
   static V broadcast(u32 x) { return _mm512_set1_epi32(int(x)); }
   static vf dot(V a, V w, vf c) { return _mm512_dpbf16_ps(c, (__m512bh)a, (__m512bh)w); }
   template <bool E5> static void convert(const Job& j, long m, u32* a) {
-    const u8* in = j.a + m * j.lda;
-    u16* out = reinterpret_cast<u16*>(a + m * pitch(j));
-    for (long k = 0; k < j.K; ++k) out[k] = u16(fp8_bits<E5>(in[k]) >> 16);
-    for (long k = j.K; k < j.KP; ++k) out[k] = 0;
+    convert_row<E5>(j.a + m * j.lda, j.K, j.KP, reinterpret_cast<u16*>(a + m * pitch(j)));
   }
   static const u32* panel(const u32* packed, long, u32*) { return packed; }
 };
@@ -181,13 +177,8 @@ struct Amx {
   template <bool E5> static void convert(const Job& j, long m, T* a) {
     const u8* in = j.a + m * j.lda;
     T* tile = a + m / 16 * (j.KP / KR) * TILE + m % 16 * 16;
-    for (long k = 0; k < j.KP; k += KR, tile += TILE) {
-      alignas(64) u16 out[KR] = {};
-      const long n = j.K - k < KR ? j.K - k : KR;
-      if (n == KR) for (long i = 0; i < KR; ++i) out[i] = u16(fp8_bits<E5>(in[k + i]) >> 16);
-      else for (long i = 0; i < n; ++i) out[i] = u16(fp8_bits<E5>(in[k + i]) >> 16);
-      std::memcpy(tile, out, sizeof out);
-    }
+    for (long k = 0; k < j.KP; k += KR, tile += TILE)
+      convert_row<E5>(in + k, j.K - k, KR, reinterpret_cast<u16*>(tile));
     if (m == j.M - 1)  // rows that fill up the last tiles: their products are never written
       for (long pad = m + 1; pad < round_up(j.M, ROW_GROUP); ++pad)
         for (long k = 0; k < j.KP / KR; ++k)

@@ -75,8 +75,8 @@ template <class P> bool product(const Job& j) {
   typedef typename P::T T;
   T* a = activations.get<T>(P::size(j));
   if (!a) return false;
-  const long groups = (j.M + ROW_GROUP - 1) / ROW_GROUP;
-  parallel(j.M * j.K > (1 << 16) ? j.threads : 1, groups, [&](auto draw) {
+  const long groups = (j.M + ROW_GROUP - 1) / ROW_GROUP;  // alone up to ~20 us, what a second region may cost
+  parallel(j.M * j.K > (1 << 18) ? j.threads : 1, groups, [&](auto draw) {
     for (long g; (g = draw()) >= 0;)
       for (long m = g * ROW_GROUP; m < j.M && m < (g + 1) * ROW_GROUP; ++m)
         j.a_e5 ? P::template convert<true>(j, m, a) : P::template convert<false>(j, m, a);
@@ -107,9 +107,14 @@ template <class P> bool product(const Job& j) {
       for (long k0 = 0; k0 < j.KP; k0 += P::KC) {
         const long ks = j.KP - k0 < P::KC ? j.KP - k0 : P::KC;
         const T* w = scratch;
-        if (j.packed) w = P::panel(reinterpret_cast<const u32*>(j.packed) + (block * j.KP + k0) / 2 * NB, ks, scratch);
-        else if (j.w_e5) unpack<true, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
-        else unpack<false, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
+        if (j.packed) {
+          const u32* pairs = reinterpret_cast<const u32*>(j.packed) + (block * j.KP + k0) / 2 * NB;
+          w = P::panel(pairs, ks, scratch);
+        } else if (j.w_e5) {
+          unpack<true, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
+        } else {
+          unpack<false, typename P::Sink>(j, n0, n, k0, k0 + ks, scratch);
+        }
         for (long m = m0; m < m1; m += P::MR) {
           const long rows = m1 - m < P::MR ? m1 - m : P::MR;
           float* here = one ? c : c + (m - m0) * NB;
@@ -135,7 +140,8 @@ inline float total(vf x) {
 }
 
 // c[r][i] = A[r] . W[i] for R rows of A (fp32, zero padded) and C rows of W (fp8)
-template <bool E5, int R, int C> void dots(const float* a, long pitch, const u8* w, long ldw, long K, float* c) {
+template <bool E5, int R, int C>
+void dots(const float* a, long pitch, const u8* w, long ldw, long K, float* c) {
   constexpr int PARTS = 16 / VW;
   vf acc[R][C][PARTS];
   __m128i top[C];
@@ -145,18 +151,10 @@ template <bool E5, int R, int C> void dots(const float* a, long pitch, const u8*
       for (int p = 0; p < PARTS; ++p) acc[r][i][p] = splat(0);
   }
   const auto step = [&](int i, __m128i codes, long k) {
-    __m256i h;
-    if (E5) {
-      h = _mm256_slli_epi16(_mm256_cvtepu8_epi16(codes), 8);
-    } else {  // NaN codes are only noted here: one of them makes the whole dot product NaN
-      h = e4m3_halves<false>(_mm256_slli_epi16(_mm256_cvtepi8_epi16(codes), 7));
-      top[i] = _mm_max_epu8(top[i], _mm_and_si128(codes, _mm_set1_epi8(0x7f)));
-    }
-#ifdef FP8PASS_AVX512
-    const vf x[PARTS] = {_mm512_cvtph_ps(h)};
-#else
-    const vf x[PARTS] = {_mm256_cvtph_ps(_mm256_castsi256_si128(h)), _mm256_cvtph_ps(_mm256_extracti128_si256(h, 1))};
-#endif
+    // NaN codes of e4m3 are only noted here: one of them makes the whole dot product NaN
+    if (!E5) top[i] = _mm_max_epu8(top[i], _mm_and_si128(codes, _mm_set1_epi8(0x7f)));
+    vf x[PARTS];
+    floats16(halves<E5, false>(codes), x);
     for (int r = 0; r < R; ++r)
       for (int p = 0; p < PARTS; ++p) acc[r][i][p] = fma(load(a + r * pitch + k + p * VW), x[p], acc[r][i][p]);
   };
@@ -164,11 +162,7 @@ template <bool E5, int R, int C> void dots(const float* a, long pitch, const u8*
   for (; k + 16 <= K; k += 16)
     for (int i = 0; i < C; ++i) step(i, _mm_loadu_si128((const __m128i*)(w + i * ldw + k)), k);
   if (k < K)
-    for (int i = 0; i < C; ++i) {
-      alignas(16) u8 tail[16] = {};
-      std::memcpy(tail, w + i * ldw + k, K - k);
-      step(i, _mm_load_si128((const __m128i*)tail), k);
-    }
+    for (int i = 0; i < C; ++i) step(i, codes16(w + i * ldw + k, K - k), k);
   for (int i = 0; i < C; ++i) {
     const bool nan = !E5 && _mm_movemask_epi8(_mm_cmpeq_epi8(top[i], _mm_set1_epi8(0x7f)));
     for (int r = 0; r < R; ++r) {
@@ -198,7 +192,10 @@ template <bool E5> bool few_rows(const Job& j) {
   float* a = activations.get<float>(Fp32::size(j));
   if (!a) return false;
   for (long m = 0; m < j.M; ++m) j.a_e5 ? Fp32::convert<true>(j, m, a) : Fp32::convert<false>(j, m, a);
-  j.M == 1 ? gemv<E5, 1>(j, a) : j.M == 2 ? gemv<E5, 2>(j, a) : j.M == 3 ? gemv<E5, 3>(j, a) : gemv<E5, 4>(j, a);
+  if (j.M == 1) gemv<E5, 1>(j, a);
+  else if (j.M == 2) gemv<E5, 2>(j, a);
+  else if (j.M == 3) gemv<E5, 3>(j, a);
+  else gemv<E5, 4>(j, a);
   activations.trim();
   return true;
 }
@@ -218,15 +215,18 @@ int kernels() {  // bit i: kernel i of Isa can run here; bit 0: more than one th
 
 extern "C" int fp8pass_kernels() { return kernels(); }
 
-// Returns 0, 1 (out of memory) or 2 (this kernel cannot run here). `flags`, from bit 0: A is e5m2, W is
-// e5m2, scale_a per row, scale_b per column, 2 bits bias type, 2 bits result type, 3 bits Isa (0: choose).
-extern "C" int fp8pass_scaled_mm(const void* a, long lda, const void* w, long ldw, const void* packed,
-                                 const void* scale_a, const void* scale_b, const void* bias, void* out, long M,
-                                 long N, long K, long flags, long threads) {
-  Job j{static_cast<const u8*>(a), static_cast<const u8*>(w), static_cast<const u16*>(packed),
-        static_cast<const float*>(scale_a), static_cast<const float*>(scale_b), bias, out, M, N, K,
-        round_up(K, KR), lda, ldw, threads, bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8),
-        int(flags >> 4 & 3), int(flags >> 6 & 3)};
+// One argument, an array of 14 numbers, because converting arguments is what a call from Python spends its
+// time on: A, lda, W, ldw, packed or 0, scale_a, scale_b, bias or 0, out, M, N, K, flags, threads.
+// `flags`, from bit 0: A is e5m2, W is e5m2, scale_a per row, scale_b per column, 2 bits bias type, 2 bits
+// result type, 3 bits Isa (0: choose). Returns 0, 1 (out of memory) or 2 (this kernel cannot run here).
+extern "C" int fp8pass_scaled_mm(const int64_t* x) {
+  const auto at = [x](int i) { return reinterpret_cast<const void*>(x[i]); };
+  const long M = x[9], N = x[10], K = x[11], flags = x[12], threads = x[13];
+  Job j{static_cast<const u8*>(at(0)), static_cast<const u8*>(at(2)), static_cast<const u16*>(at(4)),
+        static_cast<const float*>(at(5)), static_cast<const float*>(at(6)), at(7),
+        reinterpret_cast<void*>(x[8]), M, N, K, round_up(K, KR), long(x[1]), long(x[3]), threads,
+        bool(flags & 1), bool(flags & 2), bool(flags & 4), bool(flags & 8), int(flags >> 4 & 3),
+        int(flags >> 6 & 3)};
   const double useful = double(M) * double(N) * double(K) / 2e5 + 1;  // a thread less than ~10 us costs more
   if (useful < double(threads)) j.threads = long(useful);
   int isa = int(flags >> 8 & 7);

@@ -8,6 +8,7 @@ the graph as a string, since a schema cannot hold a Python object; ``parse`` is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -186,6 +187,8 @@ class QuantForm:
             qmax, floor_value, lo, hi = (float(parts[i]) for i in (4, 6, 8, 9))
         except ValueError:
             raise OptionError(f"quantise form {text!r} has a part that is not a number") from None
+        if not all(map(math.isfinite, (qmax, floor_value, lo, hi))):
+            raise OptionError(f"quantise form {text!r} has a part that is not finite")
         return QuantForm(
             dtype=_DTYPES[_pick(parts[0], fp8, "fp8 dtype")],
             granularity=_pick(parts[1], QuantForm.GRANULARITIES, "granularity"),

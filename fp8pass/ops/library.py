@@ -55,7 +55,7 @@ def register(spec: OpSpec, *, cpu: Callable[..., Any] | None = None) -> OpSpec:
     """Define the operator with its reference for every device, and ``cpu`` for the CPU if given.
 
     Registered under CompositeExplicitAutograd: no gradient formula, because fp8pass rewrites
-    inference graphs only; autograd then raises on backward instead of computing nonsense.
+    inference graphs only; torch warns about a backward through one.
     """
     LIBRARY.define(f"{spec.name}{spec.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(spec.name, spec.reference, "CompositeExplicitAutograd")

@@ -118,7 +118,7 @@ def emit_to_tools(step: str, graph: fx.Graph, hook: str) -> None:
 
         # Inside depyf.prepare_debug this function has the code of depyf's own, which writes the
         # graph to a file at once; torch's own code only makes a lazy string.
-        show = utils.lazy_format_graph_code  # type: ignore[attr-defined]
+        show = utils.lazy_format_graph_code
         if show.__code__.co_name != show.__name__ or log.isEnabledFor(logging.DEBUG):
             log.debug("%s", show(name, live_module(graph)))
         _trace(name, "string", lambda: graph_text(graph, name))
@@ -182,7 +182,7 @@ def describe_dump(folder: str | os.PathLike[str]) -> str:
 
 
 def _trace(name: str, encoding: str, text: Callable[[], str]) -> None:
-    from torch._logging import trace_structured  # type: ignore[attr-defined]
+    from torch._logging import trace_structured
 
     # payload_fn is only called when tracing is on
     trace_structured(

@@ -8,11 +8,20 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.ops.forms import MODEL_DTYPES
+from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.quant_key import FP8_DTYPES, dtype_name
 from fp8pass.reasons import Verdict, no
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
-from fp8pass.spellings.walk import argument, aten, is_call, one_element, peel_views, same, tensor
+from fp8pass.spellings.walk import (
+    argument,
+    aten,
+    is_call,
+    item,
+    one_element,
+    peel_views,
+    same,
+    tensor,
+)
 
 SCALED_MM = (aten._scaled_mm.default,)
 
@@ -63,7 +72,9 @@ def _read(root: fx.Node) -> ScaledMMMatch | str:
         if one_element(vsa) and one_element(vsb):
             act, weight = ("tensor", act[1]), ("tensor", weight[1])
         elif one_element(vsa) and weight[0] == "channel" and vsa.dim() == 2:
-            act = ("token", act[1])
+            act = ("token", "dynamic")
+        elif one_element(vsb) and act[0] == "token" and vsb.dim() == 2:
+            weight = ("channel", weight[1])
         else:
             return f"its scales mix kinds: {act[0]} and {weight[0]}"
     act_key = f"{dtype_name(va.dtype)}/{act[1]}/{act[0]}"
@@ -73,13 +84,19 @@ def _read(root: fx.Node) -> ScaledMMMatch | str:
     )
 
 
-def quantise_of(codes: Any) -> QuantMatch | None:
-    """The quantise that made ``codes``, through shape-only operators, if it can be read."""
+def quantise_form(codes: Any) -> QuantForm | None:
+    """Form of the quantise that made ``codes``, through shape-only operators, if it is known.
+
+    The quantise may have been read already: then the generic operator carries its form.
+    """
     producer = peel_views(codes)
+    made = item(producer, 0)
+    if is_call(made, torch.ops.fp8pass.quantize.default):
+        return QuantForm.parse(made.args[2])
     if not is_fp8_cast(producer):
         return None
     found = match_quantize(producer)
-    return found if isinstance(found, QuantMatch) else None
+    return found.form if isinstance(found, QuantMatch) else None
 
 
 def _granularity(scale: torch.Tensor, codes: Any, size: Any, vector: str) -> tuple[str, str] | None:
@@ -87,10 +104,10 @@ def _granularity(scale: torch.Tensor, codes: Any, size: Any, vector: str) -> tup
 
     The quantise that made the codes decides if it can be read; the shape only if it cannot.
     """
-    made = quantise_of(codes)
-    if made is not None:
-        name = made.form.granularity
-        when = "static" if made.form.static else "dynamic"
+    form = quantise_form(codes)
+    if form is not None:
+        name = form.granularity
+        when = "static" if form.static else "dynamic"
         if name == "tensor" and one_element(scale):
             return name, when
         if name == "token" and scale.dim() == 2 and same(scale.shape[0], size):

@@ -74,6 +74,12 @@ def runnable(path: str | None, m: int) -> bool:
     return path in (None, "torch") or (path in cpu.kernels() and not (path == "gemv" and m > 4))
 
 
+def need(path: str | None) -> None:
+    """Skip without the instructions: x86-64 with AVX2 has fp32 and gemv, some have the others."""
+    if path in ("bf16", "amx") and path not in cpu.kernels():
+        pytest.skip(f"this CPU has no {path} instructions")
+
+
 def test_this_machine_builds_the_kernels() -> None:
     # The reference machines of this suite are x86-64 with AVX2 and a compiler.
     assert cpu.available(), cpu.why_unavailable()
@@ -85,6 +91,7 @@ def test_this_machine_builds_the_kernels() -> None:
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("n, k", SHAPES)
 def test_against_float64(path: str | None, n: int, k: int) -> None:
+    need(path)
     w = codes(n, k)
     prepared = cpu.pack(w)
     for m in ROWS:
@@ -106,6 +113,7 @@ def test_against_float64(path: str | None, n: int, k: int) -> None:
 def test_dtypes_of_result_and_bias(
     path: str | None, out_dtype: torch.dtype, bias_dtype: torch.dtype
 ) -> None:
+    need(path)
     for m in (1, 4, 37):
         if runnable(path, m):
             a, w, bias = codes(m, 100), codes(70, 100), torch.randn(70).to(bias_dtype)
@@ -116,6 +124,7 @@ def test_dtypes_of_result_and_bias(
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("kinds", [(E4, E5), (E5, E4), (E5, E5)])
 def test_e5m2(path: str | None, kinds: tuple[torch.dtype, torch.dtype]) -> None:
+    need(path)
     for m in (1, 3, 40):
         if runnable(path, m):
             a, w = codes(m, 65, dtype=kinds[0]), codes(50, 65, dtype=kinds[1])
@@ -130,6 +139,7 @@ def test_e5m2(path: str | None, kinds: tuple[torch.dtype, torch.dtype]) -> None:
 def test_every_code_is_converted_exactly(path: str | None, dtype: torch.dtype, flush: bool) -> None:
     # K = 1: the product is the code itself, on either side, in every kernel's conversion. The
     # smallest codes must survive flush-denormals mode too.
+    need(path)
     every = torch.arange(256, dtype=torch.uint8).view(dtype).view(256, 1)
     value, one, unit = every.float(), torch.ones(1, 1).to(dtype), torch.ones(())
     if flush and not torch.set_flush_denormal(True):
@@ -148,6 +158,7 @@ def test_every_code_is_converted_exactly(path: str | None, dtype: torch.dtype, f
 
 @pytest.mark.parametrize("path", PATHS)
 def test_nan_stays_in_its_row_and_column(path: str | None) -> None:
+    need(path)
     for m in (3, 33):
         if runnable(path, m):
             a, w, unit = codes(m, 100), codes(40, 100), torch.ones(())
@@ -163,10 +174,11 @@ def test_nan_stays_in_its_row_and_column(path: str | None) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_large_values_and_overflow(path: str | None) -> None:
+    need(path)
     for m in (2, 20):
         if runnable(path, m):
-            a, w, unit = torch.full((m, 64), 448.0).to(E4), torch.full((8, 64), -448.0).to(E4), 1.0
-            one = torch.tensor(unit)
+            a, w = torch.full((m, 64), 448.0).to(E4), torch.full((8, 64), -448.0).to(E4)
+            one = torch.ones(())
             assert (run(path, a, w.t(), one, one, None, torch.float32) == -64 * 448.0**2).all()
             assert (run(path, a, w.t(), one, one, None, torch.float16) == -math.inf).all()
             big = torch.tensor(1e30)
@@ -208,9 +220,8 @@ def test_layouts(m: int) -> None:
         (a.t().contiguous().t(), w.t()),
         (a, w.t().contiguous()),
         (a, sliced.t()),
-        (wide.repeat(1, 2)[:, 5 : 5 + 2 * k : 2].contiguous(), w.t()),
     ]
-    for left, right in layouts[:-1]:
+    for left, right in layouts:
         for p in (None, prepared):
             assert torch.equal(cpu.scaled_mm(left, right, sa, sb, None, torch.bfloat16, p), want)
     every_other = wide[:, : 2 * k : 2]
@@ -311,13 +322,12 @@ def test_pack_is_the_documented_layout() -> None:
 
 def test_one_openmp_runtime() -> None:
     # A second pool of threads would spin against torch's.
-    cpu.scaled_mm(codes(64, 64), codes(512, 64).t(), torch.ones(()), torch.ones(()), None, E_OUT)
+    cpu.scaled_mm(
+        codes(64, 64), codes(512, 64).t(), torch.ones(()), torch.ones(()), None, torch.bfloat16
+    )
     maps = Path("/proc/self/maps").read_text().split()
     runtimes = {p for p in maps if p.startswith("/") and "omp" in os.path.basename(p)}
     assert len({p for p in runtimes if ".so" in p}) == 1
-
-
-E_OUT = torch.bfloat16
 
 
 def test_autocast_does_not_reach_the_torch_ops() -> None:
@@ -345,7 +355,12 @@ BAD = {
 def test_bad_input_is_named(what: str) -> None:
     one = torch.ones(())
     good = dict(
-        a=codes(3, 32), b=codes(8, 32).t(), scale_a=one, scale_b=one, bias=None, out_dtype=E_OUT
+        a=codes(3, 32),
+        b=codes(8, 32).t(),
+        scale_a=one,
+        scale_b=one,
+        bias=None,
+        out_dtype=torch.bfloat16,
     )
     assert cpu.scaled_mm(**good).shape == (3, 8)  # type: ignore[arg-type]
     change, message = BAD[what]

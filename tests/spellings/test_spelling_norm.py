@@ -158,9 +158,7 @@ def test_after_inductors_passes(name: str) -> None:
     """The same form where a post-grad hook sees it."""
     fn = NORMS[name][0]
     x, w = values(6, 3, 64), vector(64)
-    traced = trace(
-        lambda x, w, s: static(fn(x, w, 1e-5).view(-1, 64), s), x, w, S, dynamic=(0,)
-    )
+    traced = trace(lambda x, w, s: static(fn(x, w, 1e-5).view(-1, 64), s), x, w, S, dynamic=(0,))
     reading = Reading(post_grad(traced))
     reading.check(x, w, S)
     assert reading.forms("norm") == [norm_form(name, torch.bfloat16)]

@@ -1,0 +1,160 @@
+"""The command ``fp8pass``: demo, explain, env.
+
+Importing this file imports neither typer nor rich (extra ``cli``), nor torch; each command loads
+what it needs.
+"""
+
+# Without "from __future__ import annotations": typer reads the annotations of the commands, which
+# are local functions.
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    import typer
+
+MISSING = (
+    "the command fp8pass needs typer and rich, and {name} is not installed: "
+    "pip install 'fp8pass[cli]'"
+)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point of the script. Exits with 0, with 1 if a check of the demo failed, or with 2 and
+    one line if the user can mend it."""
+    try:
+        application = build()
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("typer", "rich", "click"):
+            raise
+        print(MISSING.format(name=error.name), file=sys.stderr)
+        raise SystemExit(2) from None
+    application(args=arguments)
+
+
+def build() -> "typer.Typer":
+    """The application.
+
+    Raises:
+        ModuleNotFoundError: typer or rich is not installed.
+    """
+    import rich  # noqa: F401  used by the commands; missing it is to be known now
+    import typer
+
+    application = typer.Typer(
+        add_completion=False,
+        no_args_is_help=True,
+        help="FP8 fusion and kernel choice for torch.compile.",
+        pretty_exceptions_enable=False,
+    )
+
+    @application.command()
+    def demo(
+        model: Annotated[
+            str, typer.Option(help="smollm2, or tiny (random weights, no download)")
+        ] = "smollm2",
+        recipe: Annotated[
+            str, typer.Option(help="dynamic, static, dynamic_tensor or all")
+        ] = "dynamic",
+        json: Annotated[
+            Path | None, typer.Option(help="write everything that was found to this file")
+        ] = None,
+        tokens: Annotated[
+            int, typer.Option(help="perplexity is measured on so many tokens")
+        ] = 2048,
+        window: Annotated[int, typer.Option(help="tokens of one forward")] = 256,
+        numerics: Annotated[str, typer.Option(help="exact, fast or both")] = "exact",
+        skip_stock: Annotated[
+            bool, typer.Option("--skip-stock", help="leave stock Inductor out")
+        ] = False,
+        dump: Annotated[Path | None, typer.Option(help="folder for graphs and reports")] = None,
+    ) -> None:
+        """A real model in bf16, in FP8 under stock Inductor, and in FP8 under fp8pass."""
+        _demo(json, model=model, recipe=recipe, tokens=tokens, window=window, numerics=numerics,
+              skip_stock=skip_stock, dump=dump)  # fmt: skip
+
+    @application.command()
+    def explain(
+        folder: Annotated[
+            Path, typer.Argument(help="a folder made with FP8PASS_DUMP, or a report.json")
+        ],
+        json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+    ) -> None:
+        """What fp8pass did at every site of a compile, from its dump folder."""
+        _explain(folder, json)
+
+    @application.command()
+    def env() -> None:
+        """Versions, target, compiler and cache folders, for a bug report."""
+        _env()
+
+    return application
+
+
+def _fail(error: BaseException) -> None:
+    print(f"fp8pass: {error}", file=sys.stderr)
+    raise SystemExit(2) from None
+
+
+def _demo(json_file: Path | None, **choices: Any) -> None:
+    from rich.console import Console
+
+    from fp8pass.errors import Fp8PassError
+
+    try:
+        from fp8pass.demo.run import Plan, passed, run
+        from fp8pass.demo.show import show
+
+        if json_file is not None:
+            _check_writable(json_file)
+        result = run(Plan(**choices))
+    except (Fp8PassError, OSError) as error:
+        _fail(error)
+        return
+    if json_file is not None:
+        import json
+
+        from fp8pass.report.files import write_atomic
+
+        write_atomic(json_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    console = Console()
+    # A log has no width; rich would take that of a small terminal.
+    show(result, console if console.is_terminal else Console(width=110))
+    if not passed(result):
+        raise SystemExit(1)
+
+
+def _check_writable(file: Path) -> None:
+    """Raise OSError now and not after minutes of work; leaves no new file behind."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    with open(file, "a", encoding="utf-8"):
+        pass
+    if not existed:
+        file.unlink()
+
+
+def _explain(folder: Path, as_json: bool) -> None:
+    from fp8pass.errors import Fp8PassError
+    from fp8pass.report import describe_dump, load_dump
+
+    try:
+        text = load_dump(folder).to_json() if as_json else describe_dump(folder)
+    except Fp8PassError as error:
+        _fail(error)
+        return
+    sys.stdout.write(text)
+
+
+def _env() -> None:
+    from fp8pass.demo.facts import environment
+
+    facts = environment()
+    width = max(map(len, facts))
+    for name, value in facts.items():
+        print(f"{name:<{width}}  {value}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,107 @@
+"""Forms: texts and records are two views of one closed list."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fp8pass.errors import OptionError
+from fp8pass.ops import ActForm, NormForm, QuantForm, dynamic_form, static_form
+from fp8pass.ops.forms import MODEL_DTYPES
+from fp8pass.quant_key import FP8_DTYPES, QuantKey
+
+model = st.sampled_from(sorted(MODEL_DTYPES, key=str))
+fp8 = st.sampled_from(sorted(FP8_DTYPES, key=str))
+number = st.floats(allow_nan=False, allow_infinity=False)
+norms = st.builds(
+    NormForm,
+    st.sampled_from(NormForm.MEANS),
+    st.sampled_from(NormForm.ROOTS),
+    st.sampled_from(NormForm.WEIGHTS),
+    model,
+)
+acts = st.builds(ActForm, st.sampled_from(ActForm.SILUS), model, model)
+quants = st.builds(
+    QuantForm,
+    dtype=fp8,
+    granularity=st.sampled_from(QuantForm.GRANULARITIES),
+    compute=model,
+    scale=st.sampled_from(QuantForm.SCALES),
+    qmax=number,
+    floor=st.sampled_from(QuantForm.FLOORS),
+    floor_value=number,
+    apply=st.sampled_from(QuantForm.APPLIES),
+    lo=number,
+    hi=number,
+)
+
+
+@settings(deadline=None)
+@given(st.one_of(norms, acts, quants))
+def test_round_trip(form: NormForm | ActForm | QuantForm) -> None:
+    text = str(form)
+    assert type(form).parse(text) == form
+    assert str(type(form).parse(text)) == text
+
+
+@settings(deadline=None)
+@given(quants)
+def test_key_of_a_quantise(form: QuantForm) -> None:
+    key = QuantKey.parse(form.key)
+    assert key.dtype == form.dtype and key.scale.static == form.static
+    assert key.granularity == form.granularity
+
+
+@settings(deadline=None)
+@given(st.one_of(norms, acts, quants), st.data())
+def test_a_changed_part_is_refused(
+    form: NormForm | ActForm | QuantForm, data: st.DataObject
+) -> None:
+    parts = str(form).split(",")
+    index = data.draw(st.integers(0, len(parts) - 1))
+    parts[index] = data.draw(
+        st.sampled_from(["", "other", "float64", "float4", "RSQRT", "-", "0x"])
+    )
+    with pytest.raises(OptionError):
+        type(form).parse(",".join(parts))
+
+
+@pytest.mark.parametrize("kind", [NormForm, ActForm, QuantForm])
+@settings(deadline=None)
+@given(st.text(max_size=80))
+def test_any_text_is_a_form_or_an_option_error(kind: type, text: str) -> None:
+    try:
+        kind.parse(text)  # type: ignore[attr-defined]
+    except OptionError:
+        return
+
+
+@pytest.mark.parametrize("bad", ["nan", "inf", "-inf"])
+@pytest.mark.parametrize("part", [4, 6, 8, 9])
+def test_numbers_must_be_finite(bad: str, part: int) -> None:
+    parts = str(static_form()).split(",")
+    parts[part] = bad
+    with pytest.raises(OptionError):
+        QuantForm.parse(",".join(parts))
+
+
+def test_forms_are_plain_values() -> None:
+    form = static_form()
+    assert form == static_form() and hash(form) == hash(static_form())
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        form.lo = 0.0  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("granularity", ["tensor", "token"])
+@pytest.mark.parametrize("dtype", sorted(FP8_DTYPES, key=str), ids=str)
+def test_usual_forms(dtype: torch.dtype, granularity: str) -> None:
+    top = torch.finfo(dtype).max
+    name = str(dtype).removeprefix("torch.")
+    form = dynamic_form(granularity, dtype)
+    assert (form.lo, form.hi, form.qmax) == (-top, top, top) and not form.static
+    assert form.key == f"{name}/dynamic/{granularity}"
+    assert static_form(dtype).static and static_form(dtype).key == f"{name}/static/tensor"
