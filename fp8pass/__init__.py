@@ -73,11 +73,13 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    import importlib
+
+    if name == "nn":
+        return importlib.import_module("fp8pass.nn")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'fp8pass' has no attribute {name!r}")
-    import importlib
-
     value = getattr(importlib.import_module(f"fp8pass.{home}"), name)
     globals()[name] = value  # later uses find it without this function
     return value

@@ -112,9 +112,11 @@ def _convert(name: str, value: Any, source: str) -> Any:
             raise OptionError(f"{source}: {value!r} is not a string")
         return text
     if name == "numerics":
-        if value not in ("exact", "fast"):
+        if text == "":  # an empty variable is an unset one
+            return "exact"
+        if text not in ("exact", "fast"):
             raise OptionError(f"{source}: {value!r} is not allowed; allowed: 'exact', 'fast'")
-        return value
+        return text
     if name == "strict":
         if isinstance(value, bool):
             return value
@@ -135,7 +137,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
         return None
     try:
         number = int(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = -1
     if number < 0 or isinstance(value, bool) or (isinstance(value, float) and value != number):
         raise OptionError(f"{source}: {value!r} is not allowed; allowed: a whole number >= 0")

@@ -9,6 +9,7 @@ Convention everywhere: *dequant scale*, ``x ~ q * scale``.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from functools import cache
 
@@ -59,9 +60,9 @@ class GroupShape:
         for (row, col), name in _GROUP_NAMES.items():
             if name == text:
                 return GroupShape(row, col)
-        row_text, sep, col_text = text.removeprefix("group").partition("x")
-        if text.startswith("group") and sep and row_text.isdigit() and col_text.isdigit():
-            return GroupShape(int(row_text), int(col_text))
+        block = re.fullmatch(r"group([1-9][0-9]*)x([1-9][0-9]*)", text)
+        if block is not None:
+            return GroupShape(int(block[1]), int(block[2]))
         allowed = ", ".join(_GROUP_NAMES.values())
         raise OptionError(f"unknown granularity {text!r}; allowed: {allowed}, group<rows>x<cols>")
 

@@ -64,7 +64,7 @@ def trace(
 
     with torch.no_grad(), mode:
         traced = aot_export_joint_simple(
-            flat, fakes, trace_joint=False, decompositions=select_decomp_table()
+            flat, tuple(fakes), trace_joint=False, decompositions=select_decomp_table()
         )
     assert isinstance(traced, fx.GraphModule)
     for node in traced.graph.find_nodes(

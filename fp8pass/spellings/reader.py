@@ -25,7 +25,17 @@ from fp8pass.spellings.activation import match_silu_mul
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm import NormMatch, match_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
-from fp8pass.spellings.walk import VIEWS, aten, is_call, same, tensor, val, where
+from fp8pass.spellings.walk import (
+    VIEWS,
+    aten,
+    is_call,
+    item,
+    peel_views,
+    same,
+    tensor,
+    val,
+    where,
+)
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
@@ -219,6 +229,9 @@ class Reader:
         draft = self._draft(node, found.root, {"q": q, "scale": scale_out}, form)
         draft.key = found.form.key
         draft.match = found
+        mixed = _mixed_rows(found) if base is found.x else None
+        if mixed is not None:
+            draft.refuse("", mixed)
         draft.swaps.append(self._swap_viewed(found.root, q, views, last_dim=None))
         if scale is None:
             per_token = found.form.granularity == "token"
@@ -288,11 +301,27 @@ def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:
             return found.x, []
         views.append(node)
         node = node.args[0]
-    if is_call(node, *_PRODUCERS):
-        return node, views
-    if is_call(node, operator.getitem) and node.args[1] == 0 and is_call(node.args[0], *_PRODUCERS):
-        return node, views
-    return found.x, []
+    return (node, views) if _producer_of(node) is not None else (found.x, [])
+
+
+def _producer_of(node: Any) -> fx.Node | None:
+    """The generic producer whose normalised or activated value ``node`` is."""
+    made = node if is_call(node, *_PRODUCERS) else item(node, 0)
+    return made if is_call(made, *_PRODUCERS) else None
+
+
+def _mixed_rows(found: QuantMatch) -> Verdict | None:
+    """FP8-F008 if a reshape keeps a per-token quantise from the producer of its rows."""
+    source = peel_views(found.x)
+    producer = _producer_of(source)
+    if found.form.granularity != "token" or source is found.x or producer is None:
+        return None
+    return no(
+        "FP8-F008",
+        before=tuple(val(source).shape),
+        after=tuple(val(found.x).shape),
+        what=GENERIC[producer.target][1],
+    )
 
 
 def describe(node: Any) -> str:

@@ -477,6 +477,12 @@ def test_scale_cycle_has_its_reason() -> None:
     assert site.code == "FP8-F003"
 
 
+def test_reshape_that_mixes_rows_has_its_reason() -> None:
+    passed = Passed(trace(quantised(mixes_rows), *INPUTS))
+    (site,) = passed.sites("quantize")
+    assert site.code == "FP8-F008" and "(6, 64)" in site.message and "(12, 32)" in site.message
+
+
 def test_norm_output_written_to() -> None:
     """A graph that writes to the norm's output in place keeps the order of reads and writes."""
     traced = trace(STATIC, *INPUTS)
