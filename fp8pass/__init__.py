@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fp8pass.explaining import explain
     from fp8pass.nn import Fp8Linear, quantize_
     from fp8pass.options import Options
-    from fp8pass.prepare import prepare
+    from fp8pass.preparation import prepare
     from fp8pass.problem import ScaledMMProblem
     from fp8pass.quant_key import GroupShape, QuantKey, ScaleDesc
     from fp8pass.reasons import Verdict
@@ -42,7 +42,7 @@ _HOMES = {
     "explain": "explaining",
     "fp8pass_backend": "backend",
     "inductor_options": "backend",
-    "prepare": "prepare",
+    "prepare": "preparation",
     "quantize_": "nn",
     "reports": "report",
 }

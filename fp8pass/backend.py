@@ -207,9 +207,12 @@ def inductor_options(base: Mapping[str, Any] | None = None, **options: Any) -> d
         OptionError: a bad option, named.
     """
     from fp8pass.passes import Fp8Pass
+    from fp8pass.report.collector import expect
 
     resolved = Options.resolve(**options)
     merged = dict(base or {})
     before = existing_passes("post_grad_custom_post_pass", merged)
-    merged["post_grad_custom_post_pass"] = Fp8Pass(resolved, "all", before)
+    ours = Fp8Pass(resolved, "all", before)
+    merged["post_grad_custom_post_pass"] = ours
+    expect(ours.identity_text())
     return merged

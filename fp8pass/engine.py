@@ -83,6 +83,8 @@ def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:
         if types and types != [target.device_type]:
             return no("FP8-P005", devices=", ".join(types), target=target.spec)
         return target
+    if not types:
+        return no("FP8-P004")
     if len(types) != 1:
         return no("FP8-P005", devices=", ".join(types) or "none", target="one device")
     return Target.detect(sorted(devices, key=str)[0])
@@ -97,6 +99,7 @@ class Run:
     stage: Stage
     record: GraphRecord
     observe: Observer | None = None
+    spent: int = 0
     step: str = "door"
     rewrites: int = 0
     _clock: float = field(default_factory=time.perf_counter)
@@ -127,7 +130,7 @@ class Run:
             reader.read_products()
         self.done("read", "fuse")
 
-        fuel = Fuel(self.options.fuel)
+        fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
             self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(RULES)
         self.done("fuse", "lower")
@@ -143,13 +146,14 @@ class Run:
                 lower_producer(bench, draft, target, self.options)
         self.done("lower", "give back")
 
-        for draft in drafts:
-            if draft.status == "left" and draft.fused_into is None:
-                if draft.verdict is None:
-                    draft.refuse("", not_fused(draft, live))
-                bench.undo(draft.swaps)
-                if not draft.swaps:
-                    write_out(bench, draft)
+        left = [d for d in drafts if d.status == "left" and d.fused_into is None]
+        for draft in left:  # all reasons first, while the graph still says what they name
+            if draft.verdict is None:
+                draft.refuse("", not_fused(draft, live))
+        for draft in left:
+            bench.undo(draft.swaps)
+            if not draft.swaps:
+                write_out(bench, draft)
         self.done("give back", "check")
 
         bench.finish()
@@ -254,8 +258,11 @@ def run(
     stage: Stage,
     record: GraphRecord,
     observe: Observer | None = None,
+    spent: int = 0,
 ) -> Exception | None:
     """Run a stage over ``graph`` in place and fill in ``record``.
+
+    ``spent`` is the number of rewrites that an earlier hook made of the same fuel.
 
     If a step fails, or nothing was rewritten, the graph is put back to what it was, to the node.
 
@@ -277,7 +284,7 @@ def run(
     started = time.perf_counter()
     snapshot = Snapshot(graph)
     record.seconds["snapshot"] = time.perf_counter() - started
-    work = Run(graph, options, stage, record, observe)
+    work = Run(graph, options, stage, record, observe, spent)
     try:
         sites = work.execute(target)
         changed = snapshot.check_outputs(graph)

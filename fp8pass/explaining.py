@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -57,7 +58,9 @@ def explain(model: Callable[..., Any], *inputs: Any, **options: Any) -> Report:
     autograd_cache = functorch.patch(enable_autograd_cache=False)
     torch._dynamo.reset()
     try:
-        with torch.no_grad(), caches, autograd_cache:
+        with torch.no_grad(), caches, autograd_cache, warnings.catch_warnings():
+            # that switching the caches off switches off Dynamo's too is what is wanted
+            warnings.filterwarnings("ignore", message=".*dynamo_pgo.*")
             torch.compile(model, backend=backend, dynamic=dynamic)(*inputs, **keywords)
     except Exception as error:
         raise _ours(error) from error

@@ -96,7 +96,7 @@ class Fp8Linear(nn.Module):
         weight_scale: float32 dequant scale, 0-d (per-tensor) or contiguous ``[1, N]``.
         input_scale: float32 0-d dequant scale of the input; None unless the recipe is static.
         bias: ``[N]`` in the model's dtype, or None.
-        weight_prepared: packed copy made by :func:`fp8pass.prepare.prepare`, not in the state
+        weight_prepared: packed copy made by :func:`fp8pass.prepare`, not in the state
             dict; None unless prepared.
 
     Converting the module (``model.half()``) changes the dtype of ``bias`` alone. It has no
@@ -211,10 +211,13 @@ class Fp8Linear(nn.Module):
         shape = (*x.shape[:-1], self.out_features)
         # Row-major, as every product wants it; no copy and no node where it already is.
         x2 = x.reshape(-1, self.in_features).contiguous()
+        # Not the module's constants: under dynamic=True Dynamo makes a graph input of a global float,
+        # and then nobody who reads the graph can know its value.
+        largest, floor = torch.finfo(FP8).max, 1e-12
         if self.recipe == "static":
             scale = self.input_scale
             assert scale is not None
-            q = (x2.float() / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            q = (x2.float() / scale).clamp(-largest, largest).to(FP8)
         else:
             xf = x2.float()
             if self.recipe == "dynamic":
@@ -223,8 +226,8 @@ class Fp8Linear(nn.Module):
                 return x.new_empty(shape)
             else:
                 amax = xf.abs().amax()
-            scale = (amax / FP8_MAX).clamp(min=SCALE_FLOOR)
-            q = (xf / scale).clamp(-FP8_MAX, FP8_MAX).to(FP8)
+            scale = (amax / largest).clamp(min=floor)
+            q = (xf / scale).clamp(-largest, largest).to(FP8)
 
         if self.weight_prepared is not None:
             return self._prepared_product(q, scale, x).reshape(shape)

@@ -8,6 +8,7 @@ and ROCm's numbers are never compared with CUDA's: an architecture is a name, no
 
 from __future__ import annotations
 
+import os
 import platform
 from dataclasses import dataclass, replace
 from functools import cache
@@ -170,8 +171,7 @@ def _detect_cpu() -> Target:
     else:
         arch = "aarch64" if machine in ("aarch64", "arm64") else ""
     base = Target.parse(arch or "cpu")
-    runtime = (("torch", torch.__version__), ("threads", str(torch.get_num_threads())))
-    return replace(base, units=torch.get_num_threads(), runtime=runtime)
+    return replace(base, units=os.cpu_count(), runtime=(("torch", torch.__version__),))
 
 
 def _detect_cuda(index: int | None) -> Target:

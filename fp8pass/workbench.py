@@ -134,8 +134,10 @@ class Workbench:
         """Remove dead code, restore a topological order, check the graph."""
         from torch._inductor.pattern_matcher import stable_topological_sort
 
-        self.graph.eliminate_dead_code(is_impure_node=_impure)
+        # first the order, which removing dead code checks: what was put in place of a residual sum
+        # may stand behind a reader of that sum
         stable_topological_sort(self.graph)
+        self.graph.eliminate_dead_code(is_impure_node=_impure)
         self.graph.lint()
 
 
@@ -222,6 +224,24 @@ def _output_signature(graph: fx.Graph) -> list[tuple[Any, ...] | None]:
 
 # ---- common subexpressions -------------------------------------------------------------------
 
+#: Operators whose result may be a view of their input.
+_ALIASING = frozenset(
+    {
+        aten.view.default,
+        aten.reshape.default,
+        aten._unsafe_view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.dim,
+        aten.permute.default,
+        aten.t.default,
+        aten.alias.default,
+        aten.slice.Tensor,
+        aten.select.int,
+        aten.expand.default,
+        operator.getitem,
+    }
+)
+
 #: What a quantise and the norm or activation before it are made of. Common subexpressions are
 #: merged among these only: the rest of the graph is not ours to touch.
 _MERGED = frozenset(
@@ -279,6 +299,7 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
         if node not in cone and node.op == "call_function" and node.target in _MERGED:
             cone.add(node)
             stack.extend(node.all_input_nodes)
+    returned = _returned(graph)
     seen: dict[Any, fx.Node] = {}
     merged = 0
     for node in list(graph.nodes):
@@ -289,11 +310,27 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
             first = seen.setdefault(key, node)
         except TypeError:  # an argument that cannot be hashed
             continue
-        if first is not node:
-            node.replace_all_uses_with(first)
-            graph.erase_node(node)
-            merged += 1
+        if first is node or {first, node} <= returned:
+            continue
+        node.replace_all_uses_with(first)
+        if node in returned:
+            returned.add(first)
+        graph.erase_node(node)
+        merged += 1
     return merged
+
+
+def _returned(graph: fx.Graph) -> set[fx.Node]:
+    """Nodes whose memory a result of the graph has: two results must stay two tensors."""
+    found: set[fx.Node] = set()
+    stack = list(graph.output_node().all_input_nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            if node.target in _ALIASING:
+                stack.extend(node.all_input_nodes)
+    return found
 
 
 def _key(value: Any) -> Any:
@@ -301,6 +338,8 @@ def _key(value: Any) -> Any:
         return tuple(_key(v) for v in value)
     if isinstance(value, dict):
         return tuple(sorted((k, _key(v)) for k, v in value.items()))
+    if isinstance(value, float):
+        return float, value.hex()  # 0.0 == -0.0, but adding them is not the same
     return type(value), value  # the type, since 1 == 1.0 == True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import tomllib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def compiled(model: Any, *inputs: Any, **arguments: Any) -> tuple[torch.Tensor, 
     torch._dynamo.reset()
     with torch.no_grad():
         result = torch.compile(model, fullgraph=True, **arguments)(*inputs)
-    return result.clone(), reports()[-1]
+    return result.clone(), (reports() or [Report()])[-1]
 
 
 def assert_close(model: Any, result: torch.Tensor, *inputs: Any) -> None:
@@ -45,39 +46,46 @@ def assert_close(model: Any, result: torch.Tensor, *inputs: Any) -> None:
 # ---- numbers -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("recipe", models.RECIPES)
-def test_error_is_no_larger_than_that_of_eager_and_of_stock_inductor(recipe: str) -> None:
+@cache
+def measured(recipe: str) -> tuple[Any, torch.Tensor, torch.Tensor, float]:
+    """A model, its input, its result in float64, and the error that eager and stock torch allow."""
     model, x = models.build(recipe=recipe), models.rows(2, 5)
-    result, report = compiled(model, x)
-    assert report.counts() == {
-        ("norm", "fused"): 2,
-        ("activation", "fused"): 1,
-        ("quantize", "left"): 1,
-        ("scaled_mm", "lowered"): 7,
-    }
-    assert {site.kernel for site in report.select("scaled_mm")} == {"cpu"}
-    assert_close(model, result, x)
-
     stock, _ = compiled(model, x, backend="inductor")
     with torch.no_grad():
         eager = model(x)
     wanted = models.ideal(model, x)
-    ulp = torch.finfo(torch.bfloat16).eps * float(wanted.abs().mean() / wanted.square().mean() ** 0.5)
-    others = max(models.distance(eager, wanted), models.distance(stock, wanted))
-    assert 0 < others < 0.2  # the reference is one of this very model
-    assert models.distance(result, wanted) <= 1.1 * others + ulp
+    largest = max(models.distance(eager, wanted), models.distance(stock, wanted))
+    assert 0 < largest < 0.1  # the reference is one of this very model
+    # one unit in the last place of every element: a relative 2**-8 on average
+    return model, x, wanted, 1.1 * largest + torch.finfo(torch.bfloat16).eps / 2
+
+
+FOUND = {
+    ("norm", "fused"): 2,
+    ("activation", "fused"): 1,
+    ("quantize", "left"): 1,
+    ("scaled_mm", "lowered"): 7,
+}
+
+
+@pytest.mark.parametrize("recipe", models.RECIPES)
+def test_error_is_no_larger_than_that_of_eager_and_of_stock_inductor(recipe: str) -> None:
+    model, x, wanted, allowed = measured(recipe)
+    result, report = compiled(model, x)
+    assert report.counts() == FOUND
+    assert {site.kernel for site in report.select("scaled_mm")} == {"cpu"}
+    assert models.distance(result, wanted) <= allowed
+    assert_close(model, result, x)
 
 
 def test_as_an_option_of_plain_inductor() -> None:
-    model, x = models.build(), models.rows(3)
-    result, report = compiled(
-        model, x, backend="inductor", options=fp8pass.inductor_options({"max_autotune": False})
-    )
+    model, x, wanted, allowed = measured("dynamic")
+    options = fp8pass.inductor_options({"max_autotune": False})
+    result, report = compiled(model, x, backend="inductor", options=options)
     (record,) = report.graphs
     assert (record.hook, record.source) == ("post_grad", "post_joint")
-    assert record.counts()[("norm", "fused")] == 2
-    assert record.counts()[("scaled_mm", "lowered")] == 7
-    assert_close(model, result, x)
+    assert report.counts() == FOUND
+    assert models.distance(result, wanted) <= allowed
 
 
 def test_dynamic_sizes_compile_once_for_all_batches() -> None:
@@ -123,7 +131,9 @@ def test_ranks_and_empty_batches(recipe: str, shape: tuple[int, ...]) -> None:
             torch._dynamo.reset()
             result = torch.compile(model, fullgraph=True, **arguments)(x)
             assert_close(model, result, x)
-            assert reports()[-1].counts()[("scaled_mm", "lowered")] == 1
+            # no amax of an empty tensor can be had, so that such a graph has no FP8 in it
+            nothing = recipe == "dynamic_tensor" and x.numel() == 0
+            assert len(reports()[-1].select("scaled_mm", "lowered")) == (0 if nothing else 1)
 
 
 # ---- how it is called ----------------------------------------------------------------------------
@@ -184,9 +194,10 @@ def test_environment_and_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
         given = reports()[-1].graphs[-1].options
     assert (taken["numerics"], taken["fuel"]) == ("fast", 1)
     assert (given["numerics"], given["fuel"]) == ("exact", 7)
-    assert fp8pass.inductor_options(numerics="exact")[
-        "post_grad_custom_post_pass"
-    ].options.numerics == "exact"
+    assert (
+        fp8pass.inductor_options(numerics="exact")["post_grad_custom_post_pass"].options.numerics
+        == "exact"
+    )
 
 
 # ---- bad input: one error that names the value and what is allowed, as the user sees it ----------

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fp8pass.demo.measure import perplexity
+from fp8pass.demo.measure import difference
 from fp8pass.demo.variants import Variant, site_counts
 
-#: Largest relative difference of perplexity: fp8pass against the reference, ...
+#: Largest relative difference of perplexity, give or take the noise of its measurement (see
+#: :meth:`~fp8pass.demo.measure.Difference.within`): fp8pass against the reference, ...
 TO_REFERENCE = 0.005
 #: ... and the FP8 reference against bf16.
 TO_BF16 = 0.05
@@ -58,10 +59,12 @@ def checks_of(
 
 
 def _close(variant: Variant, other: Variant, limit: float) -> dict[str, Any]:
-    """Relative difference of two perplexities on the same windows."""
-    same = sorted(set(variant.losses) & set(other.losses))
-    mine, theirs = perplexity(variant, same), perplexity(other, same)
-    if mine is None or theirs is None:
+    """Two perplexities on the same windows: relative difference and its standard error."""
+    found = difference(variant, other)
+    if found is None:
         return check(False, None, limit)
-    value = mine / theirs - 1
-    return check(abs(value) <= limit, value, limit)
+    return {
+        **check(found.within(limit), found.relative, limit),
+        "standard_error": found.standard_error,
+        "tokens": found.tokens,
+    }

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 import torch.nn.functional as F
@@ -39,7 +42,41 @@ def perplexity(variant: Variant, windows: Sequence[int] | None = None) -> float 
     chosen = list(variant.losses if windows is None else windows)
     if not chosen or any(index not in variant.losses for index in chosen):
         return None
-    return math.exp(sum(variant.losses[index] for index in chosen) / len(chosen))
+    return math.exp(fmean(variant.losses[index] for index in chosen))
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How much two perplexities differ, measured on the same windows.
+
+    Attributes:
+        relative: first / second - 1.
+        standard_error: of ``relative``, from the scatter between windows; None with one window.
+        tokens: that it was measured on.
+    """
+
+    relative: float
+    standard_error: float | None
+    tokens: int
+
+    def within(self, limit: float) -> bool:
+        """Whether ``relative`` is at most ``limit``, or does not exceed it by two standard errors.
+
+        Two FP8 computations that differ by one rounding anywhere differ by whole codes some layers
+        on, and end as two independent draws of the quantisation noise. On a few thousand tokens
+        these alone move a perplexity by some tenths of a percent either way.
+        """
+        return abs(self.relative) <= limit + 2 * (self.standard_error or 0.0)
+
+
+def difference(one: Variant, other: Variant) -> Difference | None:
+    """``one`` against ``other`` on all windows that both were run on; None if there are none."""
+    same = sorted(set(one.losses) & set(other.losses))
+    if not same:
+        return None
+    each = [one.losses[index] - other.losses[index] for index in same]
+    error = stdev(each) / math.sqrt(len(each)) if len(each) > 1 else None
+    return Difference(math.expm1(fmean(each)), error, len(same) * one.tokens)
 
 
 def interleaved(
@@ -69,6 +106,21 @@ def interleaved(
             logits = variant.timed(windows[index])
             if index not in variant.losses:
                 variant.losses[index] = loss(logits, windows[index])
+
+
+def run_eagerly(variant: Variant, windows: Sequence[Tensor], indices: Sequence[int]) -> None:
+    """Losses and seconds of an eager variant on ``windows[i]`` for ``i`` in ``indices``.
+
+    All of them in one forward, which dequantises the weights only once.
+    """
+    assert variant.call is not None
+    with torch.no_grad():
+        start = time.perf_counter()
+        logits = variant.call(torch.cat([windows[index] for index in indices]))
+        seconds = (time.perf_counter() - start) / len(indices)
+    for row, index in enumerate(indices):
+        variant.seconds.append(seconds)
+        variant.losses[index] = loss(logits[row : row + 1], windows[index])
 
 
 def continuation(

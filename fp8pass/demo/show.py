@@ -42,8 +42,9 @@ def _show_recipe(
     title = f"recipe {recipe}, {result['window']} tokens a forward"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    for name in ("perplexity", "tokens", "s/forward", "to bf16", "compile s", "weights"):
-        table.add_column(name, justify="right")
+    names = ("perplexity", "tokens", "to reference", "s/forward", "to bf16", "compile s", "weights")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
     base = variants["bf16"]["seconds_per_forward"]
     for variant in [*variants.values(), record["reference"]]:
         seconds = variant["seconds_per_forward"]
@@ -51,12 +52,13 @@ def _show_recipe(
         eager = variant is record["reference"]
         ratio = f"{seconds / base:.2f}x" if seconds and full and not eager else "-"
         if variant["error"]:
-            table.add_row(variant["title"], "not available", *["-"] * 4, _size(variant))
+            table.add_row(variant["title"], "not available", *["-"] * 5, _size(variant))
             continue
         table.add_row(
             variant["title"],
             _number(variant["perplexity"], 3),
             str(variant["perplexity_tokens"] or "-"),
+            _difference(variant.get("to_reference")),
             _number(seconds, 3),
             ratio,
             _number(variant["compile_seconds"], 1),
@@ -84,6 +86,11 @@ def _notes(record: dict[str, Any], result: dict[str, Any]) -> list[str]:
     notes.append(
         "reference: the eager model, each _scaled_mm as float32 dequantise + mm, rounded once"
     )
+    compared = next((v["to_reference"] for v in variants.values() if v.get("to_reference")), None)
+    if compared is not None:
+        notes.append(
+            f"to reference: on {compared['tokens']} tokens, ± one standard error of the FP8 noise"
+        )
     stock = variants.get("stock")
     if stock is None:
         return notes
@@ -113,16 +120,29 @@ def _show_checks(checks: dict[str, dict[str, Any]], console: Console) -> None:
     for name, item in checks.items():
         mark = "[green]ok    [/green]" if item["ok"] else "[red]FAILED[/red]"
         value, limit = _plain(item["value"]), _plain(item["limit"])
+        if "standard_error" in item and item["value"] is not None:
+            value = f"{_percent(item['value'], item['standard_error'])}, {item['tokens']} tokens"
         text = value if value == limit else f"{value} (limit {limit})"
         console.print(f"  {mark} {name}: {text}", highlight=False, soft_wrap=True)
 
 
 def _plain(value: Any) -> str:
     if isinstance(value, float):
-        return f"{100 * value:.3f} %"
+        return f"{100 * value:g} %"
     if isinstance(value, dict):
         return ", ".join(f"{number} {name}" for name, number in value.items()) or "none"
     return str(value)
+
+
+def _difference(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return "-"
+    error = found["standard_error"]
+    return _percent(found["relative"], error)
+
+
+def _percent(value: float, error: float | None) -> str:
+    return f"{100 * value:+.2f} %" + ("" if error is None else f" ± {100 * error:.2f}")
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib.resources import files
 
 #: What the report calls the text.
-SOURCE = "Northanger Abbey by Jane Austen (1817), chapters 1 to 3; public domain, from Debian"
+SOURCE = "Northanger Abbey by Jane Austen (1817), chapters 1 to 8; public domain, from Debian"
 
 _CHAPTER = "CHAPTER "
 

@@ -42,6 +42,7 @@ class Variant:
         seconds: one entry per timed forward.
         losses: window -> mean negative log-likelihood of its tokens after the first, in nats.
         continuation: greedy continuation of the prompt, as ids.
+        same_as: key of a variant that was equal in every bit, and has run on the rest for both.
         report: what fp8pass did.
         executed: operator -> calls in one forward, of :data:`PRODUCTS`.
     """
@@ -58,6 +59,7 @@ class Variant:
     seconds: list[float] = field(default_factory=list)
     losses: dict[int, float] = field(default_factory=dict)
     continuation: list[int] = field(default_factory=list)
+    same_as: str = ""
     report: Report | None = None
     executed: dict[str, int] = field(default_factory=dict)
 
@@ -122,9 +124,9 @@ class Variant:
         from torch.profiler import ProfilerActivity, profile
 
         assert self.call is not None
-        with torch.no_grad(), _native_stderr_closed():
-            with profile(activities=[ProfilerActivity.CPU]) as profiler:
-                self.call(ids)
+        activities = [ProfilerActivity.CPU]
+        with torch.no_grad(), _native_stderr_closed(), profile(activities=activities) as profiler:
+            self.call(ids)
         counts = {event.key: int(event.count) for event in profiler.key_averages()}
         self.executed = {name: counts[name] for name in PRODUCTS if name in counts}
 
@@ -142,6 +144,7 @@ class Variant:
             "pass_seconds": None if self.report is None else pass_seconds(self.report),
             "site_counts": counts,
             "products_executed": self.executed,
+            "same_as": self.same_as or None,
         }
 
 
@@ -159,6 +162,11 @@ def own_function(module: nn.Module) -> Call:
     return types.FunctionType(
         forward.__code__.replace(), forward.__globals__, "forward", None, forward.__closure__
     )
+
+
+def warm_up() -> None:
+    """Let Inductor build what it builds once per machine, such as its precompiled header."""
+    torch.compile(own_function(torch.nn.ReLU()), dynamic=False)(torch.zeros(64))
 
 
 def first_line(error: BaseException) -> str:
@@ -189,7 +197,7 @@ def no_recompile() -> Iterator[None]:
 
 @contextmanager
 def _native_stderr_closed() -> Iterator[None]:
-    """Within, what C++ prints to stderr is lost: torch's profiler tells when it starts and stops."""
+    """Within, what C++ prints to stderr is lost: some builds' profiler says when it starts."""
     sys.stderr.flush()
     kept = os.dup(2)
     try:

@@ -26,6 +26,7 @@ LIMIT = 256
 
 _active: ContextVar[Report | None] = ContextVar("fp8pass_report", default=None)
 _reports: deque[Report] = deque(maxlen=LIMIT)
+_expected: deque[str] = deque(maxlen=LIMIT)
 _lock = threading.Lock()
 
 
@@ -80,16 +81,34 @@ def active() -> Report | None:
     return _active.get()
 
 
-def reports() -> list[Report]:
-    """The reports of this process's compiles, newest last; at most :data:`LIMIT`."""
+def expect(uuid: str) -> None:
+    """Note a pass without a key (the Inductor option): a cache hit may answer in its place.
+
+    Inductor does not call the pass then, and nothing tells which stored report belongs to the graph
+    that was restored; :func:`reports` therefore shows all that this pass has stored, marked so.
+    """
     with _lock:
-        return list(_reports)
+        if uuid not in _expected:
+            _expected.append(uuid)
+
+
+def reports() -> list[Report]:
+    """The reports of this process's compiles, newest last; at most :data:`LIMIT`.
+
+    For a pass given to Inductor as an option that has not run in this process, the reports that it
+    stored earlier come first, marked as restored from the cache.
+    """
+    with _lock:
+        fresh = list(_reports)
+        waiting = [uuid for uuid in _expected if all(r.uuid != uuid for r in fresh)]
+    return [r for uuid in waiting for r in store.load_set(uuid)] + fresh
 
 
 def clear() -> None:
     """Forget the reports of this process; what is on disk stays."""
     with _lock:
         _reports.clear()
+        _expected.clear()
 
 
 def current_versions() -> dict[str, str]:

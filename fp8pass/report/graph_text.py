@@ -20,16 +20,26 @@ _HEADER = "from __future__ import annotations\n\nimport torch\nfrom torch import
 
 def live_copy(graph: fx.Graph) -> fx.Graph:
     """A copy of ``graph`` without dead code; node names and meta are those of the original."""
-    live: set[fx.Node] = set()
-    for node in reversed(graph.nodes):
-        if node in live or _has_effect(node):
-            live.add(node)
-            live.update(node.all_input_nodes)
+    stack = [node for node in graph.nodes if _has_effect(node)]
+    live = set(stack)
+    while stack:
+        for source in stack.pop().all_input_nodes:
+            if source not in live:
+                live.add(source)
+                stack.append(source)
     copy = fx.Graph()
     values: dict[fx.Node, fx.Node] = {}
-    for node in graph.nodes:
-        if node in live:
-            values[node] = copy.node_copy(node, lambda n: values[n])
+    for wanted in graph.nodes:
+        # while the pass runs, a node may stand before what it reads
+        stack = [wanted] if wanted in live else []
+        while stack:
+            node = stack[-1]
+            missing = [n for n in node.all_input_nodes if n not in values]
+            stack += missing
+            if not missing:
+                stack.pop()
+                if node not in values:
+                    values[node] = copy.node_copy(node, lambda n: values[n])
     return copy
 
 

@@ -120,8 +120,8 @@ def _amax(node: Any) -> tuple[fx.Node, str] | None:
     source, value = magnitude.args[0], tensor(reduced.args[0])
     if not isinstance(source, fx.Node) or value is None:
         return None
-    rank = value.dim()
-    everything = not dims or rank == 0 or len({d % rank for d in _list(dims)}) == rank
+    rank, dims = value.dim(), _list(dims)
+    everything = not dims or rank == 0 or len({d % rank for d in dims}) == rank
     if everything and (rank != 1 or not keep):
         return source, "tensor"
     if is_last_dim(reduced.args[0], dims) and keep is True:

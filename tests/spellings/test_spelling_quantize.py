@@ -44,6 +44,17 @@ def test_odd_shapes(name: str, shape: tuple[int, ...]) -> None:
         check(name, x)
 
 
+def test_no_dims() -> None:
+    """A number is one tensor with one scale, however the dims of the maximum are written."""
+
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        scale = (x.abs().amax(0) / 448).clamp(min=1e-12)
+        return (x / scale).clamp(-448, 448).to(E4), scale
+
+    x = torch.tensor(3.0)
+    assert read(fn, x).forms("quantize") == [quant_form("tensor", torch.float32)]
+
+
 @pytest.mark.parametrize("name", ["static", "static_recip", "token", "token_recip"])
 def test_no_rows(name: str) -> None:
     reading = check(name, values(0, 64))

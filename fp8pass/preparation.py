@@ -8,9 +8,7 @@ the weight at each call costs more than the product itself.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
-from types import ModuleType
 
 import torch
 from torch import nn
@@ -110,12 +108,3 @@ def _reason(linear: Fp8Linear) -> str | None:
     if weight.numel() == 0:
         return f"its weight is empty, {tuple(weight.shape)}"
     return None
-
-
-class _CallableModule(ModuleType):
-    """Importing this module puts it where ``fp8pass.prepare``, the function, is looked up."""
-
-    __call__ = staticmethod(prepare)
-
-
-sys.modules[__name__].__class__ = _CallableModule
