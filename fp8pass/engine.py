@@ -100,7 +100,7 @@ class Run:
     record: GraphRecord
     observe: Observer | None = None
     spent: int = 0
-    step: str = "door"
+    step: str = "merge"
     rewrites: int = 0
     _clock: float = field(default_factory=time.perf_counter)
 
@@ -273,15 +273,17 @@ def run(
     from fp8pass.errors import NoKernelError
 
     record.nodes_before = record.nodes_after = len(graph.nodes)
-    record.verdict = door(graph)
-    if not record.verdict:
-        return None
-    target = graph_target(graph, options)
+    try:
+        record.verdict = door(graph)
+        target = graph_target(graph, options) if record.verdict else record.verdict
+    except Exception as error:  # a device that has no target, for one
+        return _failed(record, "door", error, options)
     if isinstance(target, Verdict):
         record.verdict = target
         return None
     record.target = target.spec
     started = time.perf_counter()
+    _sort(graph)
     snapshot = Snapshot(graph)
     record.seconds["snapshot"] = time.perf_counter() - started
     work = Run(graph, options, stage, record, observe, spent)
@@ -294,18 +296,35 @@ def run(
         snapshot.restore(graph)
         if isinstance(error, NoKernelError):
             raise
-        node = getattr(error, "fp8pass_node", "the graph")
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        record.verdict = no(
-            "FP8-P003", step=work.step, node=node, error=text, repro=options.dump or "FP8PASS_DUMP"
-        )
-        record.sites = []
-        return error
+        return _failed(record, work.step, error, options)
     if work.rewrites == 0:
         snapshot.restore(graph)
     record.sites = sites
     record.nodes_after = len(graph.nodes)
     return None
+
+
+def _failed(record: GraphRecord, step: str, error: Exception, options: Options) -> Exception:
+    """Note in ``record`` that a step failed."""
+    node = getattr(error, "fp8pass_node", "the graph")
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    record.verdict = no(
+        "FP8-P003", step=step, node=node, error=text, repro=options.dump or "FP8PASS_DUMP"
+    )
+    record.sites = []
+    return error
+
+
+def _sort(graph: fx.Graph) -> None:
+    """Put a graph in order that an earlier pass left out of order, as Inductor does after ours."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    seen: set[fx.Node] = set()
+    for node in graph.nodes:
+        if not seen.issuperset(node.all_input_nodes):
+            stable_topological_sort(graph)
+            return
+        seen.add(node)
 
 
 def plain_options(options: Options) -> dict[str, Any]:

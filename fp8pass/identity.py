@@ -33,10 +33,14 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
     is another compile.
     """
     from fp8pass._version import __version__
+    from fp8pass.errors import OptionError
     from fp8pass.target import Target
 
     named = dict(options_key).get("target")
-    target = Target.parse(named) if named else Target.detect(device)
+    try:
+        target = (Target.parse(named) if named else Target.detect(device)).key()
+    except OptionError as error:  # a device that has no target: the pass will leave its graphs
+        target = (str(error),)
     return (
         "fp8pass",
         __version__,
@@ -44,5 +48,5 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
         torch.__version__,
         stage,
         options_key,
-        target.key(),
+        target,
     )

@@ -4,7 +4,7 @@ Every decision of fp8pass is a :class:`Verdict`. A verdict that says no carries 
 :data:`CATALOGUE`, a message that names the failing condition *and the value that failed it*, and a
 hint on what would change the answer. Codes are never reused; messages may get better.
 
-Ranges: FP8-R reading, FP8-F fusing, FP8-L lowering, FP8-P the pass and its hooks, FP8-U user input.
+Ranges: FP8-R reading, FP8-F fusing, FP8-L lowering, FP8-P the pass and its hooks.
 """
 
 from __future__ import annotations
@@ -97,12 +97,6 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "{node} quantises the same {what} in another way ({key}) than the one that was fused "
         "({fused})",
         "use one input scale for all linears that read this tensor",
-    ),
-    Reason(
-        "FP8-F005",
-        "the last dimension is not contiguous",
-        "the last dimension of {node} has stride {stride}; the fused kernels need 1",
-        "make the tensor contiguous before the norm",
     ),
     Reason(
         "FP8-F006",
@@ -203,12 +197,6 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "force or prefer it by name to use it",
     ),
     Reason(
-        "FP8-L014",
-        "missing library",
-        "kernel {kernel} needs {wants}, which is not there: {why}",
-        "",
-    ),
-    Reason(
         "FP8-L015",
         "the operands are on another device",
         "kernel {kernel} is for {wants} devices, the operands of the site are on {has}",
@@ -245,12 +233,5 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "several devices",
         "the graph has FP8 nodes on {devices}; the pass was made for {target}",
         "compile the parts for each device separately",
-    ),
-    # ---- user input ------------------------------------------------------------------------------
-    Reason(
-        "FP8-U001",
-        "an option has a bad value",
-        "{option}={value!r} is not allowed; allowed: {allowed}",
-        "",
     ),
 )

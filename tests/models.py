@@ -73,6 +73,18 @@ class Pair(nn.Module):
         return self.linear(self.norm(x))
 
 
+class Twin(Pair):
+    """A norm with two linears as its readers, so that there are two equal quantises to merge."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(WIDTH, 32, bias=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return self.linear(h) * self.other(h)
+
+
 def build(kind: type[nn.Module] = Block, recipe: str | None = "dynamic", seed: int = 0) -> Any:
     """A model in bf16 with random weights; ``recipe=None``: without FP8."""
     with torch.random.fork_rng(devices=[]):
@@ -83,6 +95,18 @@ def build(kind: type[nn.Module] = Block, recipe: str | None = "dynamic", seed: i
     elif recipe is not None:
         quantize_(model, recipe)
     return model
+
+
+def functional(model: nn.Module, *inputs: Tensor) -> tuple[Any, ...]:
+    """(function, inputs, parameters, buffers): the model as a function of all its tensors."""
+    named = [*model.named_parameters(), *model.named_buffers()]
+    names = [name for name, _ in named]
+
+    def function(*values: Tensor) -> Any:
+        own = dict(zip(names, values[len(inputs) :], strict=True))
+        return torch.func.functional_call(model, own, values[: len(inputs)])
+
+    return (function, *inputs, *(value for _, value in named))
 
 
 def rows(*shape: int, seed: int = 1) -> Tensor:
