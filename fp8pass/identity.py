@@ -45,7 +45,7 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
         "fp8pass",
         __version__,
         source_hash(),
-        torch.__version__,
+        str(torch.__version__),
         stage,
         options_key,
         target,

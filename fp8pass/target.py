@@ -92,7 +92,7 @@ class Target:
     @property
     def torch_version(self) -> tuple[int, int]:
         """(major, minor) of the torch that will run the graph."""
-        text = dict(self.runtime).get("torch", torch.__version__)
+        text = dict(self.runtime).get("torch", str(torch.__version__))
         major, minor = text.split(".")[:2]
         return int(major), int(minor)
 
@@ -153,7 +153,7 @@ def _detect(device_type: str, index: int | None) -> Target:
     if device_type == "cuda":
         return _detect_cuda(index)
     if device_type == "xpu":
-        return replace(Target.parse("xpu"), runtime=(("torch", torch.__version__),))
+        return replace(Target.parse("xpu"), runtime=(("torch", str(torch.__version__)),))
     raise OptionError(f"fp8pass has no target for device type {device_type!r}")
 
 
@@ -171,7 +171,7 @@ def _detect_cpu() -> Target:
     else:
         arch = "aarch64" if machine in ("aarch64", "arm64") else ""
     base = Target.parse(arch or "cpu")
-    return replace(base, units=os.cpu_count(), runtime=(("torch", torch.__version__),))
+    return replace(base, units=os.cpu_count(), runtime=(("torch", str(torch.__version__)),))
 
 
 def _detect_cuda(index: int | None) -> Target:
@@ -180,9 +180,9 @@ def _detect_cuda(index: int | None) -> Target:
     )
     if torch.version.hip:
         arch = str(properties.gcnArchName).split(":")[0]
-        runtime = (("torch", torch.__version__), ("hip", str(torch.version.hip)))
+        runtime = (("torch", str(torch.__version__)), ("hip", str(torch.version.hip)))
     else:
         arch = f"sm{properties.major}{properties.minor}"
-        runtime = (("torch", torch.__version__), ("cuda", str(torch.version.cuda)))
+        runtime = (("torch", str(torch.__version__)), ("cuda", str(torch.version.cuda)))
     base = Target.parse(arch)
     return replace(base, units=int(properties.multi_processor_count), runtime=runtime)

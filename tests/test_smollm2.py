@@ -92,6 +92,12 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         return capture(request.param, tmp_path_factory.mktemp(request.param), patch)
 
 
+def test_epsilon_is_the_one_of_the_file() -> None:
+    # not 1e-5: a pass that compares epsilons finds nothing here
+    config = the_model().module.get_submodule("model").config
+    assert config.rms_norm_eps == 9.999999747378752e-06
+
+
 def counted(report: Report) -> dict[str, int]:
     return {f"{kind} {status}": n for (kind, status), n in report.counts().items()}
 

@@ -80,7 +80,7 @@ class Comparison:
     error: str = ""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**asdict(self), "shape": list(self.shape)}
 
 
 def compare(per_channel: bool) -> list[Comparison]:

@@ -28,6 +28,7 @@ from fp8pass.lowerings.emit import (
     row,
     scalar_scales,
     unit_scale,
+    value,
 )
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
@@ -165,21 +166,21 @@ def _emit_channel(graph: fx.Graph, site: EmitSite) -> fx.Node:
     a, b = _matrices(graph, site)
     one = unit_scale(graph, site.a)
     args = (a, b, one, one, None, None, torch.float32, site.fast_accum)
-    value = _float(graph, site, aten._scaled_mm.default, args)
+    out = _float(graph, site, aten._scaled_mm.default, args)
     scale_a, scale_b = site.scale_a, site.scale_b
     if site.problem.activation.granularity == "token":
         scale_a = column(graph, scale_a)
     if site.problem.weight.granularity == "channel":
         scale_b = row(graph, scale_b)
-    value = _float(graph, site, aten.mul.Tensor, (value, scale_a))
-    value = _float(graph, site, aten.mul.Tensor, (value, scale_b))
+    out = _float(graph, site, aten.mul.Tensor, (out, scale_a))
+    out = _float(graph, site, aten.mul.Tensor, (out, scale_b))
     if site.bias is not None:  # float32 + a narrower dtype is computed in float32
-        value = _float(graph, site, aten.add.Tensor, (value, site.bias))
+        out = _float(graph, site, aten.add.Tensor, (out, site.bias))
     if site.out_dtype == torch.float32:
-        return value
+        return out
     # not aten._to_copy: Inductor has no lowering for it after decomposition
     cast = torch.ops.prims.convert_element_type.default
-    return call(graph, cast, (value, site.out_dtype), val=site.val)
+    return call(graph, cast, (out, site.out_dtype), val=site.val)
 
 
 def _float(
@@ -202,7 +203,11 @@ def _product(
     graph: fx.Graph, site: EmitSite, a: fx.Node, b: fx.Node, scale_a: fx.Node, scale_b: fx.Node
 ) -> fx.Node:
     args = (a, b, scale_a, scale_b, site.bias, None, site.out_dtype, site.fast_accum)
-    return call(graph, aten._scaled_mm.default, args, val=site.val)
+    node = call(graph, aten._scaled_mm.default, args, val=site.val)
+    # By these Inductor keeps the strides of the operands. Without them it may lay out a scale of
+    # [M, 1] as (1, M), which torch refuses. They are made from this node's own operands.
+    node.meta["eager_input_vals"] = (fx.node.map_arg(args, value), {})
+    return node
 
 
 TORCH_TENSOR = register(

@@ -15,6 +15,7 @@ from fp8pass.demo.model import load
 from fp8pass.demo.reference import reference_products
 from fp8pass.demo.run import Plan, passed, probe_product, run
 from fp8pass.demo.show import show
+from fp8pass.demo.variants import Variant
 from fp8pass.errors import OptionError
 
 SMALL: dict[str, Any] = {"model": "tiny", "window": 64, "tokens": 128}
@@ -71,28 +72,49 @@ def test_everything_is_measured_and_every_check_holds() -> None:
     assert any("compiling FP8, fp8pass prepared" in line for line in said)
 
 
-def test_without_the_pass_the_checks_fail(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a pass that does nothing must not look like success."""
-    monkeypatch.setenv("FP8PASS_FUEL", "0")
-    result = run(Plan(**SMALL, skip_stock=True, recipe="dynamic_tensor"), lambda text: None)
+@pytest.fixture
+def uncompiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All variants run eagerly, with quick products: for what does not depend on compiling."""
+
+    def compile(self: Variant, ids: torch.Tensor) -> None:
+        def call(ids: torch.Tensor) -> torch.Tensor:
+            with reference_products():
+                logits: torch.Tensor = self.module(ids)
+                return logits
+
+        self.call, self.first_call_seconds = call, 1.0
+
+    monkeypatch.setattr(Variant, "compile", compile)
+
+
+@pytest.mark.usefixtures("uncompiled")
+def test_without_the_pass_the_checks_fail() -> None:
+    """The control: what fp8pass has not touched must not look like success."""
+    result = run(Plan(**SMALL, skip_stock=True), lambda text: None)
     assert not passed(result)
     assert "stock" not in result["variants"]
     for key in ("fp8pass", "fp8pass_prepared"):
         assert not result["checks"][f"sites_{key}"]["ok"]
+        assert result["checks"][f"perplexity_{key}_vs_reference"]["ok"]
+    assert not result["checks"]["products_executed_fp8pass"]["ok"]
     assert "FAILED" in shown(result)
 
 
-def test_static_is_measured_on_few_tokens_where_stock_is_slow(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+@pytest.mark.usefixtures("uncompiled")
+def test_all_recipes_and_few_tokens_where_stock_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "TOO_SLOW_SECONDS", 0.0)
-    result = run(Plan(**SMALL, recipe="static"), lambda text: None)
-    assert passed(result), result["checks"]
-    variants = result["variants"]
-    assert variants["stock"]["tokens_per_forward"] == 4
-    assert variants["stock"]["perplexity"] is None and variants["stock"]["continuation"] is None
-    assert variants["fp8pass_4_tokens"]["seconds_per_forward"] > 0
-    assert variants["fp8pass"]["perplexity_tokens"] == 128
+    result = run(Plan(**SMALL, recipe="all", numerics="both"), lambda text: None)
+    assert list(result["recipes"]) == ["dynamic", "static", "dynamic_tensor"]
+    for recipe, record in result["recipes"].items():
+        variants = record["variants"]
+        if not variants["stock"]["error"]:
+            assert variants["stock"]["tokens_per_forward"] == 4
+            assert variants["fp8pass_4_tokens"]["seconds_per_forward"] > 0
+        assert variants["stock"]["perplexity"] is None
+        assert variants["stock"]["continuation"] is None
+        assert variants["fp8pass"]["perplexity_tokens"] == 128
+        assert variants["fp8pass_prepared_fast"]["to_reference"]["tokens"] >= 128
+        assert f"{recipe}: perplexity_reference_vs_bf16" in result["checks"]
     assert "stock is measured on 4 tokens" in shown(result)
 
 
