@@ -1,11 +1,12 @@
-"""Shared by all tests: golden texts, compared with ``tests/golden`` or rewritten there."""
+"""Shared by all tests: golden texts, and what torch 2.11 does not have on a CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import pytest
+import torch
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -30,3 +31,21 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
         assert text == path.read_text(), f"differs from {path}; see pytest --update-golden"
 
     return check
+
+
+#: What torch 2.11 raises where a test runs a row-wise product eagerly on a CPU.
+_NO_ROW_WISE = "only supports per-tensor scaling for CPU backend"
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Skip what torch before 2.12 cannot run at all: a row-wise ``_scaled_mm``, eagerly on a CPU.
+
+    Under fp8pass such models do run there, which the tests of compiled models show.
+    """
+    try:
+        return (yield)
+    except RuntimeError as error:
+        if torch.__version__.startswith("2.11.") and _NO_ROW_WISE in str(error):
+            pytest.skip("torch 2.11 has no row-wise scaled product on a CPU")
+        raise

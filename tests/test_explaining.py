@@ -145,3 +145,28 @@ def test_a_pass_of_the_user_is_chained_and_kept(pair: Any) -> None:
         assert fp8pass.explain(pair, models.rows(3)).counts() == PAIR
         assert inductor_config.post_grad_custom_post_pass is watch
     assert len(watch.texts) == 1
+
+
+def test_an_epsilon_that_dynamic_makes_an_input() -> None:
+    """Under ``dynamic=True`` Dynamo makes an input of every float attribute, epsilons too, unless
+    it is told to specialise them. Then the norm is not read, but nothing else is lost."""
+
+    class Attribute(models.Norm):
+        def __init__(self, width: int) -> None:
+            super().__init__(width)
+            self.eps = 1e-5
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = x.float()
+            h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+            return self.weight * h.to(x.dtype)
+
+    model, x = models.build(models.Pair), models.rows(3)
+    model.norm = Attribute(models.WIDTH).to(torch.bfloat16)
+    assert fp8pass.explain(model, x).counts() == PAIR
+    report = fp8pass.explain(model, x, dynamic=True)
+    assert len(report.select("scaled_mm", "lowered")) == 1
+    (site,) = report.select("quantize")
+    assert site.status == "left" and site.code
+    with torch._dynamo.config.patch(specialize_float=True):
+        assert fp8pass.explain(model, x, dynamic=True).counts() == PAIR
