@@ -120,7 +120,7 @@ def _demo(json_file: Path | None, **choices: Any) -> None:
         write_atomic(json_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     console = Console()
     # A log has no width; rich would take that of a small terminal.
-    show(result, console if console.is_terminal else Console(width=110))
+    show(result, console if console.is_terminal else Console(width=120))
     if not passed(result):
         raise SystemExit(1)
 

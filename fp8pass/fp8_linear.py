@@ -211,8 +211,8 @@ class Fp8Linear(nn.Module):
         shape = (*x.shape[:-1], self.out_features)
         # Row-major, as every product wants it; no copy and no node where it already is.
         x2 = x.reshape(-1, self.in_features).contiguous()
-        # Not the module's constants: under dynamic=True Dynamo makes a graph input of a global float,
-        # and then nobody who reads the graph can know its value.
+        # Not the module's constants: under dynamic=True Dynamo makes a graph input of a global
+        # float, and then nobody who reads the graph can know its value.
         largest, floor = torch.finfo(FP8).max, 1e-12
         if self.recipe == "static":
             scale = self.input_scale

@@ -22,7 +22,7 @@ def main() -> None:
         torch._dynamo.reset()
         counters.clear()
         before = len(fp8pass.reports())
-        model, x = models.build(models.Pair), models.rows(3)
+        model, x = models.build(models.Pair, "static"), models.rows(3)
         if request["backend"] == "fp8pass":
             prefixed = {f"fp8pass.{name}": value for name, value in options.items()}
             function = torch.compile(model, backend=fp8pass.fp8pass_backend, options=prefixed)

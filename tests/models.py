@@ -1,4 +1,4 @@
-"""A tiny FP8 model, its reference, and ways to watch a compile: for the tests of the pass itself."""
+"""Tiny FP8 models, their reference, and ways to watch a compile: for the tests of the pass."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8pass.nn import calibrate, quantize_
+from fp8pass.report import Report
 
 RECIPES = ("static", "dynamic", "dynamic_tensor")
 WIDTH = 64
@@ -258,6 +259,25 @@ def without_code(final: list[str] | None = None) -> Iterator[None]:
     finally:
         compile_fx_module.compile_fx = real
         torch._dynamo.reset()
+
+
+def run(function: Any, *inputs: Any, **arguments: Any) -> tuple[Any, str]:
+    """The result of a compile :func:`without_code`, and the text of the one graph that it ran."""
+    with without_code(final := []):
+        result = torch.compile(function, fullgraph=True, **arguments)(*inputs)
+    (text,) = final
+    return result, text
+
+
+def count_ours(text: str) -> int:
+    """Number of operators of fp8pass in the text of a graph."""
+    return sum(" fp8pass." in line for line in text.splitlines())
+
+
+def codes(*found: Report) -> set[str]:
+    """The codes of the verdicts on all graphs; "" for one that was worked on."""
+    verdicts = [record.verdict for report in found for record in report.graphs]
+    return {"" if verdict is None else verdict.code for verdict in verdicts}
 
 
 def digest(value: Tensor) -> str:

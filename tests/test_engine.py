@@ -25,7 +25,7 @@ E4 = torch.float8_e4m3fn
 @pytest.fixture(scope="module")
 def block() -> tuple[Any, ...]:
     """A block's graph and its inputs."""
-    return traced(models.Block, "dynamic")
+    return traced(models.Block, "static")
 
 
 def traced(kind: Any, recipe: str, **arguments: Any) -> tuple[Any, ...]:
@@ -247,8 +247,8 @@ def test_a_quantise_alone_is_unchanged_to_the_node() -> None:
 
 def test_an_unusable_forced_kernel_raises_and_restores(block: Any) -> None:
     module = live_module(block[0].graph)
-    options = Options.resolve({}, force="torch_tensor")
-    with pytest.raises(NoKernelError, match="'torch_tensor' is forced.*FP8-L003"):
+    options = Options.resolve({}, force="cpu_prepared")
+    with pytest.raises(NoKernelError, match="'cpu_prepared' is forced.*FP8-L004"):
         engine.run(module.graph, options, "all", GraphRecord("test", "joint"))
     assert models.text_of(module.graph) == models.text_of(block[0].graph)
     with pytest.raises(OptionError, match="both forced and disabled"):

@@ -1,9 +1,8 @@
-"""Fp8Pass: its place in a chain, the door, what it leaves untouched, and what a failure costs."""
+"""Fp8Pass: its place in a chain, what it leaves untouched, and several at once."""
 
 from __future__ import annotations
 
 import copy
-import pkgutil
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
@@ -14,7 +13,8 @@ import models
 import pytest
 import torch
 import torch._inductor.config as inductor_config
-from torch import Tensor, fx
+from models import codes, count_ours, run
+from torch import Tensor
 
 import fp8pass
 from fp8pass import passes
@@ -48,24 +48,6 @@ def start() -> Iterator[None]:
 def quantise(y: Tensor) -> tuple[Tensor, Tensor]:
     scale = (y.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=1e-12)
     return (y.float() / scale).clamp(-448.0, 448.0).to(E4), scale
-
-
-def run(function: Any, *inputs: Any, **arguments: Any) -> tuple[Any, str]:
-    """The result of a compile without code, and the text of the graph that it ran."""
-    with models.without_code(final := []):
-        result = torch.compile(function, fullgraph=True, **arguments)(*inputs)
-    (text,) = final
-    return result, text
-
-
-def codes(*found: Report) -> set[str]:
-    """The codes of the verdicts on all graphs; "" for one that was worked on."""
-    verdicts = [record.verdict for report in found for record in report.graphs]
-    return {"" if verdict is None else verdict.code for verdict in verdicts}
-
-
-def count_ours(text: str) -> int:
-    return sum(" fp8pass." in line for line in text.splitlines())
 
 
 # ---- chains --------------------------------------------------------------------------------------
@@ -152,6 +134,16 @@ def test_helpers_of_chains() -> None:
     assert existing_passes(POST, {POST: None}) == ()
     joint, post = two_hooks(Options(), {JOINT: a})
     assert (joint.before, post.before) == ((a,), ())
+
+
+def _fail(graph: Any) -> None:
+    raise ZeroDivisionError("an accident")
+
+
+def test_what_a_pass_before_ours_raises_is_the_users_to_see() -> None:
+    model, x = models.build(models.Pair), models.rows(3)
+    with in_config(POST, _fail), pytest.raises(Exception, match="an accident"):
+        run(model, x, backend=fp8pass.fp8pass_backend)
 
 
 # ---- identity ------------------------------------------------------------------------------------
@@ -300,143 +292,6 @@ class TestAheadOfTime:
     def test_strict_raises(self, tmp_path: Any) -> None:
         with pytest.raises(Exception, match="UnsupportedError: AOTInductor"):
             self.package(tmp_path, strict=True)
-
-
-# ---- failures ------------------------------------------------------------------------------------
-
-
-def fail(*_: Any, **__: Any) -> Any:
-    raise ZeroDivisionError("an accident")
-
-
-def fail_after(real: Callable[..., Any]) -> Callable[..., Any]:
-    """``real``, and then an error: what it did to the graph must be taken back."""
-
-    def function(*args: Any, **kwargs: Any) -> Any:
-        real(*args, **kwargs)
-        fail()
-
-    return function
-
-
-#: where it fails, the name of the step, and the hooks of the backend in which it does
-STEPS = [
-    ("fp8pass.spellings.reader.Reader.read_quantises", "read", {"joint"}),
-    ("fp8pass.engine.emit_site", "lower", {"post_grad"}),
-    ("fp8pass.workbench.Workbench.finish", "check", {"joint", "post_grad"}),
-]
-each_step = pytest.mark.parametrize(("place", "step", "hooks"), STEPS, ids=[s[1] for s in STEPS])
-
-
-def break_at(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(place, fail_after(pkgutil.resolve_name(place)))
-
-
-@each_step
-def test_a_failing_step_costs_the_rewrites_and_nothing_else(
-    place: str, step: str, hooks: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = models.build(models.Twin), models.rows(3)
-    stock, wanted = run(model, x, backend="inductor")
-    break_at(place, monkeypatch)
-    with models.messages() as said:
-        result, text = run(model, x, backend=fp8pass.fp8pass_backend)
-    assert torch.equal(result, stock)
-    assert count_ours(text) == (0 if "post_grad" in hooks else 2)
-    if len(hooks) == 2:
-        assert text == wanted
-    (report,) = reports()
-    assert [record.hook for record in report.graphs] == ["joint", "post_grad"]
-    for record in report.graphs:
-        assert record.verdict is not None
-        if record.hook in hooks:
-            assert (record.verdict.code, record.sites) == ("FP8-P003", [])
-            assert f"step {step} failed" in record.verdict.message
-            assert "ZeroDivisionError: an accident" in record.verdict.message
-            assert record.nodes_before == record.nodes_after
-        else:
-            assert record.verdict
-            assert record.sites
-    (warning,) = said  # once per process, not once per graph
-    assert f"step {step} failed" in warning
-    assert "compiled without fp8pass" in warning
-    with models.messages() as again:
-        run(model, x, backend=fp8pass.fp8pass_backend)
-    assert again == []
-
-    with pytest.raises(Exception, match=f"PassError: step {step} failed.*an accident"):
-        run(model, x, backend=fp8pass.fp8pass_backend, options={"fp8pass.strict": True})
-
-
-@each_step
-def test_a_failing_step_of_the_inductor_option(
-    place: str, step: str, hooks: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, x = models.build(models.Twin, "static"), models.rows(3)
-    stock, wanted = run(model, x, backend="inductor")
-    break_at(place, monkeypatch)
-    with models.messages() as said:
-        result, text = run(model, x, options=fp8pass.inductor_options())
-    assert torch.equal(result, stock)
-    assert text == wanted
-    assert codes(*reports()) == {"FP8-P003"}
-    assert len(said) == 1
-    with pytest.raises(Exception, match=f"PassError: step {step} failed.*an accident"):
-        run(model, x, options=fp8pass.inductor_options(strict=True))
-
-
-def test_a_failure_is_raised_by_explain_only_when_strict(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x = models.build(models.Pair), models.rows(3)
-    break_at(STEPS[0][0], monkeypatch)
-    assert "FP8-P003" in codes(fp8pass.explain(model, x))
-    with pytest.raises(fp8pass.PassError, match="step read failed.*an accident"):
-        fp8pass.explain(model, x, strict=True)
-
-
-def test_a_failing_kernel_and_a_changed_output_are_noticed() -> None:
-    from fp8pass.lowerings.registry import Kernel, register, unregister
-    from fp8pass.reasons import YES
-
-    def emit(graph: fx.Graph, site: Any) -> fx.Node:
-        node = graph.call_function(torch.ops.aten.mm.default, (site.a, site.b))
-        if broken == "raises":
-            fail()
-        shape = (*site.val.shape[:-1], site.val.shape[-1] + (broken == "shape"))
-        dtype = torch.float16 if broken == "dtype" else site.val.dtype
-        value = site.val.new_empty(shape, dtype=dtype)
-        node.meta["val"] = value.t().contiguous().t() if broken == "stride" else value
-        return node
-
-    kernel = Kernel(
-        name="bad_kernel_of_a_test",
-        summary="",
-        kinds=frozenset({"cpu"}),
-        requirements=lambda _: YES,
-        can_implement=lambda *_: YES,
-        priority=lambda *_: 99,
-        emit=emit,
-        provenance="",
-    )
-    model, x = models.build(models.Pair, "static"), models.rows(3)
-    stock, wanted = run(model, x, backend="inductor")
-    register(kernel)
-    try:
-        options = {"fp8pass.force": kernel.name}
-        for broken in ("raises", "shape", "dtype", "stride"):
-            _, text = run(model, x, backend=fp8pass.fp8pass_backend, options=options)
-            record = reports()[-1].graphs[-1]
-            assert record.verdict is not None
-            assert (record.hook, record.verdict.code) == ("post_grad", "FP8-P003")
-            assert ("an accident" if broken == "raises" else "output 0") in record.verdict.message
-            assert count_ours(text) == 0
-    finally:
-        unregister(kernel.name)
-
-
-def test_what_a_pass_before_ours_raises_is_the_users_to_see() -> None:
-    model, x = models.build(models.Pair), models.rows(3)
-    with in_config(POST, fail), pytest.raises(Exception, match="an accident"):
-        run(model, x, backend=fp8pass.fp8pass_backend)
 
 
 # ---- several at once -----------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _show_recipe(
     title = f"recipe {recipe}, {result['window']} tokens a forward"
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     table.add_column("", no_wrap=True)
-    names = ("perplexity", "tokens", "to reference", "s/forward", "to bf16", "compile s", "weights")
+    names = ("perplexity", "tokens", "vs reference", "s/forward", "vs bf16", "compile s", "weights")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
     base = variants["bf16"]["seconds_per_forward"]
@@ -89,7 +89,7 @@ def _notes(record: dict[str, Any], result: dict[str, Any]) -> list[str]:
     compared = next((v["to_reference"] for v in variants.values() if v.get("to_reference")), None)
     if compared is not None:
         notes.append(
-            f"to reference: on {compared['tokens']} tokens, ± one standard error of the FP8 noise"
+            f"vs reference: on {compared['tokens']} tokens, ± one standard error of the FP8 noise"
         )
     stock = variants.get("stock")
     if stock is None:
