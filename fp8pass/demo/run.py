@@ -36,7 +36,7 @@ from fp8pass.nn import Fp8Linear
 #: Version of the JSON form.
 SCHEMA = 1
 PROMPT = "Once upon a time, in a small village by the sea, there lived"
-CONTINUATION_TOKENS = 12
+CONTINUATION_TOKENS = 8
 #: Length of the calibration of a static recipe, in tokens.
 CALIBRATION_TOKENS = 1024
 #: A stock variant whose forward would take longer than this is measured on 4 tokens.
@@ -47,7 +47,7 @@ PROBE_SECONDS = 3.0
 #: fp8pass and the reference alone are compared on so many more tokens as take so many seconds: on
 #: the first ones the noise of FP8 hides small differences.
 COMPARED_TOKENS = 16384
-COMPARE_SECONDS = 45.0
+COMPARE_SECONDS = 25.0
 #: Windows that the reference does at once.
 BATCH = 4
 NUMERICS = ("exact", "fast", "both")
