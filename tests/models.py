@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8pass.nn import calibrate, quantize_
 from fp8pass.report import Report
+from fp8pass.target import Target
 
 RECIPES = ("static", "dynamic", "dynamic_tensor")
 WIDTH = 64
@@ -170,6 +171,11 @@ def _forward64(self: Any, x: Tensor) -> Tensor:
     weight = self.weight.double() * self.weight_scale.double().reshape(-1, 1)
     bias = 0 if self.bias is None else self.bias
     return (codes.double() * scale) @ weight.t() + bias
+
+
+#: Relative distance from :func:`reference` that compiled code may have: another order of a sum
+#: moves a few codes. What older versions generate for a CPU leaves out roundings, as stock does.
+CLOSE = 5e-3 if Target.parse("cpu").torch_version >= (2, 13) else 2e-2
 
 
 def distance(value: Tensor, wanted: Tensor) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -86,7 +87,7 @@ def test_parse_asks_no_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_this_cpu() -> None:
     target = Target.detect("cpu")
-    assert target.kind == target.device_type == "cpu" and target.units == torch.get_num_threads()
+    assert target.kind == target.device_type == "cpu" and target.units == os.cpu_count()
     assert target.torch_version == tuple(int(p) for p in torch.__version__.split(".")[:2])
     assert Target.parse(target.spec).arch == target.arch
     assert Target.detect(torch.device("cpu")) == target

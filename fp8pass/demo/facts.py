@@ -32,6 +32,11 @@ def versions() -> dict[str, str]:
     return found
 
 
+def duration(seconds: float) -> str:
+    """Seconds in words: ``40 seconds``, ``12 minutes``."""
+    return f"{seconds:.0f} seconds" if seconds < 120 else f"{seconds / 60:.0f} minutes"
+
+
 def cpu_name() -> str:
     """The CPU's model name, as far as the system tells it."""
     try:

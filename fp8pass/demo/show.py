@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fp8pass.demo.facts import duration
+
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -99,10 +101,10 @@ def _notes(record: dict[str, Any], result: dict[str, Any]) -> list[str]:
     elif stock["tokens_per_forward"] != result["window"]:
         ours = next(v for k, v in variants.items() if k.startswith("fp8pass_") and "_tokens" in k)
         few = stock["tokens_per_forward"]
-        minutes = record["stock_probe"]["estimated_seconds_per_forward"] / 60
+        estimate = duration(record["stock_probe"]["estimated_seconds_per_forward"])
         notes.append(
             f"stock is measured on {few} tokens: a forward of {result['window']} would take about "
-            f"{minutes:.0f} minutes"
+            f"{estimate}"
         )
         if stock["seconds_per_forward"] and ours["seconds_per_forward"]:
             times = stock["seconds_per_forward"] / ours["seconds_per_forward"]
