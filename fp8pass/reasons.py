@@ -151,7 +151,7 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L006",
         "too slow to be chosen",
-        "kernel {kernel} works on {target} but is an emulation ({why})",
+        "kernel {kernel} works on {target} but is slow there ({why})",
         "force it by name to use it all the same",
     ),
     Reason(

@@ -153,3 +153,12 @@ def continuation(
             break
         guess = chosen
     return guess
+
+
+def eager_guess(module: Call, prompt: Sequence[int], count: int) -> list[int]:
+    """What an eager model says next, on growing sequences: a cheap draft for its compiled form."""
+    ids = list(prompt)
+    with torch.no_grad():
+        for _ in range(count):
+            ids.append(int(module(torch.tensor([ids]))[0, -1].argmax()))
+    return ids[len(prompt) :]

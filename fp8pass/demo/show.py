@@ -99,14 +99,14 @@ def _notes(record: dict[str, Any], result: dict[str, Any]) -> list[str]:
     if stock["error"]:
         notes.append(f"{stock['title']}: {stock['error']}")
     elif stock["tokens_per_forward"] != result["window"]:
-        ours = next(v for k, v in variants.items() if k.startswith("fp8pass_") and "_tokens" in k)
         few = stock["tokens_per_forward"]
+        ours = variants.get(f"fp8pass_{few}_tokens")
         estimate = duration(record["stock_probe"]["estimated_seconds_per_forward"])
         notes.append(
             f"stock is measured on {few} tokens: a forward of {result['window']} would take about "
             f"{estimate}"
         )
-        if stock["seconds_per_forward"] and ours["seconds_per_forward"]:
+        if ours and stock["seconds_per_forward"] and ours["seconds_per_forward"]:
             times = stock["seconds_per_forward"] / ours["seconds_per_forward"]
             notes.append(f"on these {few} tokens fp8pass is {times:.0f} times faster")
     elif stock["perplexity_tokens"] != result["tokens"]:

@@ -1,6 +1,6 @@
 """Kernels ``cpu`` and ``cpu_prepared``: fp8pass's own product for CPUs.
 
-Both emit ``fp8pass::cpu_scaled_mm``. Stock per-tensor ``_scaled_mm`` on a CPU is an emulation at
+Both emit ``fp8pass::cpu_scaled_mm``. Stock per-tensor ``_scaled_mm`` on a CPU is slow, down to
 0.02 GMAC/s, and the row-wise one does not exist before torch 2.12. Weights stay fp8 and are
 converted inside the operator, or (prepared) come with a packed bf16 copy that the user asked for.
 The operator falls back to vectorised torch without a C++ compiler, so nothing is required.

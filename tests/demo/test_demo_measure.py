@@ -14,6 +14,7 @@ from fp8pass.demo.measure import (
     Difference,
     continuation,
     difference,
+    eager_guess,
     interleaved,
     perplexity,
     run_eagerly,
@@ -110,6 +111,8 @@ def test_continuation_is_the_greedy_one(draft: str) -> None:
     drafts = {"none": [], "wrong": [1, 2, 3], "half": wanted[:4], "right": wanted}
     assert continuation(model, prompt, 8, 24, drafts[draft]) == wanted
     assert calls <= (1 if draft == "right" else 8)
+    unpadded = eager_guess(lambda ids: nn.functional.one_hot(ids.cumsum(1) * 7 % 31, 31), prompt, 8)
+    assert unpadded == wanted
     with pytest.raises(ValueError, match="do not fit"):
         continuation(model, prompt, 23, 24)
 
