@@ -2,7 +2,9 @@
 
 Both operands are dequantised to float32 and multiplied by ``mm``, and the result is rounded once:
 what ``torch._scaled_mm`` means, on any CPU and any torch, and much faster than its per-tensor form.
-:func:`compare` shows first that it is the same to the bit.
+:func:`compare` shows first that it is the same to the bit. What products in the model's dtype are
+left (the head) are done likewise, float32 and one rounding: that is how bf16 products accumulate
+anyway, and a CPU without bf16 instructions is eight times faster so.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 #: M, N, K of the products that :func:`compare` makes.
 SHAPES = ((4, 16, 32), (8, 32, 64), (17, 48, 96))
 _FP8 = torch.float8_e4m3fn
+_HALF = (torch.bfloat16, torch.float16)
 
 
 def scaled_mm(
@@ -55,6 +58,8 @@ class _Mode(TorchDispatchMode):
         if func is torch.ops.aten._scaled_mm.default:
             self.calls += 1
             return scaled_mm(*args, **(kwargs or {}))
+        if func is torch.ops.aten.mm.default and args[0].dtype in _HALF:
+            return torch.mm(args[0].float(), args[1].float()).to(args[0].dtype)
         return func(*args, **(kwargs or {}))
 
 

@@ -18,6 +18,7 @@ from fp8pass.demo import text
 from fp8pass.demo.checks import checks_of
 from fp8pass.demo.facts import duration, machine, versions
 from fp8pass.demo.measure import (
+    ENOUGH,
     SLOW_SECONDS,
     continuation,
     difference,
@@ -47,7 +48,7 @@ FEW = 4
 PROBE_SECONDS = 3.0
 #: fp8pass and the reference alone are compared on up to so many tokens: on the first ones the noise
 #: of FP8 hides small differences. It ends earlier where it takes too long, see compare_seconds.
-COMPARED_TOKENS = 16384
+COMPARED_TOKENS = ENOUGH
 #: Windows that the reference does at once.
 BATCH = 4
 NUMERICS = ("exact", "fast", "both")
@@ -408,12 +409,12 @@ def _refer(session: Session, recipe: str, reference: Variant, indices: Sequence[
 def compare_seconds(recipe: str, elapsed: float) -> float:
     """Seconds for the comparison on more tokens, ``elapsed`` seconds after the start.
 
-    The default recipe keeps the whole demo within some eight minutes, installing not counted: a
-    fast machine has time for all of the tokens, a slow one for few. The others may take longer.
+    The default recipe keeps the whole demo within some nine and a half minutes, installing not
+    counted: only a slow machine has no time for all of the tokens. The others may take longer.
     """
     if recipe != "dynamic":
-        return 120.0
-    return min(90.0, max(25.0, 420.0 - elapsed))
+        return 240.0
+    return min(240.0, max(30.0, 540.0 - elapsed))
 
 
 def _compare_on_more(

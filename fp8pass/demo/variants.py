@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import resource
 import sys
@@ -87,7 +88,7 @@ class Variant:
             self.call = self.module
             return
         known = len(reports())
-        with fresh_caches(), torch.no_grad():
+        with fresh_caches(), settled_heap(), torch.no_grad():
             start = time.perf_counter()
             call = torch.compile(
                 own_function(self.module),
@@ -184,6 +185,21 @@ def fresh_caches() -> Iterator[None]:
 
     with fresh_cache():
         yield
+
+
+@contextmanager
+def settled_heap() -> Iterator[None]:
+    """Within, the garbage collector passes over what was there before.
+
+    A compile makes millions of objects and is collected many times; without this, each further
+    compile of a process would also pay for looking through what the earlier ones have left.
+    """
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fp8pass.demo import variants
 from fp8pass.demo.measure import (
+    ENOUGH,
     Difference,
     continuation,
     difference,
@@ -63,6 +64,9 @@ def test_within_allows_for_noise_and_no_more() -> None:
     assert not Difference(-0.0051, None, 8).within(0.005)
     assert Difference(-0.0068, 0.001, 8).within(0.005)
     assert not Difference(0.0071, 0.001, 8).within(0.005)
+    # with tokens enough, the limit is the limit
+    assert Difference(-0.0049, 0.002, ENOUGH).within(0.005)
+    assert not Difference(-0.0051, 0.002, ENOUGH).within(0.005)
 
 
 def test_order_rotates_and_a_slow_variant_may_stop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,3 +53,14 @@ def test_replaces_every_product_of_an_eager_model(recipe: str) -> None:
         out = model(x.bfloat16()).double()
     assert mode.calls == 2
     assert (out - exact).norm() < 0.1 * exact.norm()
+
+
+def test_products_in_the_models_dtype_are_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(1)
+    x, w = (torch.randn(5, 64, generator=generator).bfloat16() for _ in range(2))
+    with reference.reference_products():
+        found = torch.nn.functional.linear(x, w)
+    exact = x.double() @ w.double().t()
+    step = torch.finfo(torch.bfloat16).eps
+    assert found.dtype is torch.bfloat16
+    assert ((found.double() - exact).abs() <= step / 2 * exact.abs() * 1.01 + 1e-5).all()
