@@ -12,6 +12,7 @@ from fp8pass._version import __version__
 
 if TYPE_CHECKING:
     from fp8pass.backend import fp8pass_backend, inductor_options
+    from fp8pass.crossing import TargetGraphs, graphs_for
     from fp8pass.errors import Fp8PassError, NoKernelError, OptionError, PassError
     from fp8pass.explaining import explain
     from fp8pass.nn import Fp8Linear, quantize_
@@ -38,9 +39,11 @@ _HOMES = {
     "ScaledMMProblem": "problem",
     "Site": "report",
     "Target": "target",
+    "TargetGraphs": "crossing",
     "Verdict": "reasons",
     "explain": "explaining",
     "fp8pass_backend": "backend",
+    "graphs_for": "crossing",
     "inductor_options": "backend",
     "prepare": "preparation",
     "quantize_": "nn",
@@ -61,10 +64,12 @@ __all__ = [
     "ScaledMMProblem",
     "Site",
     "Target",
+    "TargetGraphs",
     "Verdict",
     "__version__",
     "explain",
     "fp8pass_backend",
+    "graphs_for",
     "inductor_options",
     "prepare",
     "quantize_",

@@ -1,4 +1,4 @@
-"""The command ``fp8pass``: demo, explain, env.
+"""The command ``fp8pass``: demo, compile, explain, env.
 
 Importing this file imports neither typer nor rich (extra ``cli``), nor torch; each command loads
 what it needs.
@@ -74,6 +74,38 @@ def build() -> "typer.Typer":
         _demo(json, model=model, recipe=recipe, tokens=tokens, window=window, numerics=numerics,
               skip_stock=skip_stock, dump=dump)  # fmt: skip
 
+    @application.command("compile")
+    def compile_for(
+        program: Annotated[
+            str,
+            typer.Argument(
+                metavar="MODULE:NAME",
+                help="a function that returns (model or function, inputs), made on the CPU; or a "
+                "module that has example_inputs()",
+            ),
+        ],
+        target: Annotated[
+            str, typer.Option(help="architecture, and libraries behind +: sm90, gfx942, sm90+vllm")
+        ],
+        dynamic: Annotated[
+            bool, typer.Option("--dynamic", help="symbolic sizes, as torch.compile(dynamic=True)")
+        ] = False,
+        dynamic_dim: Annotated[
+            list[int] | None,
+            typer.Option(help="only this dim of every input is symbolic; may be repeated"),
+        ] = None,
+        graph: Annotated[str, typer.Option(help="before, after, both or none")] = "after",
+        option: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=VALUE", help="an option of fp8pass; may be repeated"),
+        ] = None,
+        json: Annotated[
+            Path | None, typer.Option(help="write graphs and report to this file")
+        ] = None,
+    ) -> None:
+        """The graph that a device would get, and every site of it, without the device."""
+        _compile(program, target, dynamic_dim or dynamic or None, graph, option or [], json)
+
     @application.command()
     def explain(
         folder: Annotated[
@@ -123,6 +155,54 @@ def _demo(json_file: Path | None, **choices: Any) -> None:
     show(result, console if console.is_terminal else Console(width=120))
     if not passed(result):
         raise SystemExit(1)
+
+
+_GRAPHS = {"before": ("before",), "after": ("after",), "both": ("before", "after"), "none": ()}
+
+
+def _compile(
+    name: str,
+    target: str,
+    dynamic: list[int] | bool | None,
+    graph: str,
+    options: list[str],
+    json_file: Path | None,
+) -> None:
+    from fp8pass.errors import Fp8PassError, OptionError, choices
+
+    try:
+        from fp8pass.crossing import graphs_for
+        from fp8pass.loading import load
+        from fp8pass.options import Options
+
+        if graph not in _GRAPHS:
+            raise OptionError(f"unknown graph {graph!r}; allowed: {choices(_GRAPHS)}")
+        named: dict[str, Any] = {}
+        for text in options:
+            key, equals, value = text.partition("=")
+            if not equals or key == "target":
+                raise OptionError(f"option {text!r} is not NAME=VALUE with a name beside 'target'")
+            named[key] = value
+        Options.resolve(target=target, **named)  # before anything that takes long
+        if json_file is not None:
+            _check_writable(json_file)
+        program = load(name)
+        found = graphs_for(
+            program.model, *program.inputs, target=target, dynamic=dynamic, kwargs=program.kwargs,
+            **named,
+        )  # fmt: skip
+    except (Fp8PassError, OSError) as error:
+        _fail(error)
+        return
+    if json_file is not None:
+        import json
+
+        from fp8pass.report.files import write_atomic
+
+        text = json.dumps(found.to_dict(), indent=1, ensure_ascii=False)
+        write_atomic(json_file, text + "\n")
+    blocks = [found.text(which) for which in _GRAPHS[graph] if found.graphs]
+    sys.stdout.write("\n\n".join([*blocks, found.report.table()]))
 
 
 def _check_writable(file: Path) -> None:

@@ -21,8 +21,10 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings import choose
-from fp8pass.lowerings.producers import lower_producer, write_out
+from fp8pass.lowerings.planned import emit_planned
+from fp8pass.lowerings.producers import lower_producer
 from fp8pass.lowerings.site import emit_site, problem_of
+from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
 from fp8pass.patterns.producers import RULES
 from fp8pass.patterns.rule import Fuel, RuleEngine
@@ -174,16 +176,18 @@ class Run:
             return
         kernel = choice.plan[-1][1]
         node = draft.node
+        site = emit_site(draft, problem, target, self.options.numerics)
         with bench.graph.inserting_before(node):
-            result = kernel.emit(
-                bench.graph, emit_site(draft, problem, target, self.options.numerics)
-            )
+            if choice.kernel is not None:
+                result = choice.kernel.emit(bench.graph, site)
+            else:
+                result = emit_planned(bench.graph, site, choice)
         draft.swaps.append(bench.swap(node, result))
         for name in ("stack_trace", "nn_module_stack"):
             if name in node.meta:
                 result.meta.setdefault(name, node.meta[name])
         draft.status, draft.kernel, draft.rule = "lowered", kernel.name, "scaled_mm"
-        draft.plan = ";".join(f"{m}={k.name}" for m, k in choice.plan)
+        draft.plan = choice.text
         draft.why = f"{choice.why}{'; ' + choice.note if choice.note else ''}"
         self.rewrites += 1
 

@@ -23,6 +23,7 @@ from fp8pass.quant_key import (
     kFp8StaticChannelSym,
     kFp8StaticTensorSym,
 )
+from fp8pass.target import HOST
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = fp8_max(FP8)
@@ -384,7 +385,7 @@ class Fp8Linear(nn.Module):
 
     def _pack_again(self) -> None:
         # Meta and fake weights have no values to pack; such a layer is simply not prepared.
-        if type(self.weight) is torch.Tensor and self.weight.device.type == "cpu":
+        if type(self.weight) is torch.Tensor and self.weight.device.type == HOST:
             self.prepare_weight()
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import hashlib
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+if TYPE_CHECKING:
+    from fp8pass.target import Target
 
 #: Files of the package that decide what is emitted or how it computes.
 _SUFFIXES = (".py", ".cpp", ".h", ".json")
@@ -25,12 +28,11 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-@lru_cache(maxsize=256)
 def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tuple[Any, ...]:
     """Plain data that changes whenever a rewrite could: for ``uuid()`` of the pass.
 
     The target is resolved here if the options name none, because the same model on another machine
-    is another compile.
+    is another compile; and each time, because a library may be loaded between two compiles.
     """
     from fp8pass._version import __version__
     from fp8pass.errors import OptionError
@@ -38,7 +40,7 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
 
     named = dict(options_key).get("target")
     try:
-        target = (Target.parse(named) if named else Target.detect(device)).key()
+        target = (_parsed(named) if named else Target.detect(device)).key()
     except OptionError as error:  # a device that has no target: the pass will leave its graphs
         target = (str(error),)
     return (
@@ -50,3 +52,10 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
         options_key,
         target,
     )
+
+
+@lru_cache(maxsize=64)
+def _parsed(name: str) -> Target:
+    from fp8pass.target import Target
+
+    return Target.parse(name)

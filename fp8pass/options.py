@@ -88,12 +88,18 @@ class Options:
         if self.force is not None:
             named.append(self.force)
         if named:
-            from fp8pass.lowerings import kernel_names
+            from fp8pass.lowerings import kernel_names, producer_kernel_names
 
-            known = kernel_names()
+            products = kernel_names()
+            known = (*products, *producer_kernel_names())
             for name in named:
-                if name not in known:
-                    raise OptionError(f"unknown kernel {name!r}; allowed: {choices(known)}")
+                allowed = products if name == self.force else known
+                if name not in allowed:
+                    raise OptionError(f"unknown kernel {name!r}; allowed: {choices(allowed)}")
+            if "inductor" in self.disable:
+                raise OptionError(
+                    "kernel 'inductor' cannot be disabled: it is what every graph falls back to"
+                )
             if self.force in self.disable:
                 raise OptionError(f"kernel {self.force!r} is both forced and disabled")
 

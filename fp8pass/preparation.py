@@ -16,7 +16,7 @@ from torch import nn
 from fp8pass.errors import UnsupportedError
 from fp8pass.fp8_linear import Fp8Linear
 from fp8pass.progress import track
-from fp8pass.target import Target
+from fp8pass.target import HOST, Target
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def prepare(
         target = Target.detect(linears[0][1].weight.device)
     elif isinstance(target, str):
         target = Target.parse(target)
-    if target.kind != "cpu":
+    if not target.host:
         message = f"nothing added: the kernels of {target.spec} need no preparation"
         return PrepareReport(0, 0, target.spec, {}, message)
 
@@ -103,7 +103,7 @@ def _reason(linear: Fp8Linear) -> str | None:
     weight = linear.weight
     if type(weight) is not torch.Tensor:
         return f"its weight is a {type(weight).__name__}, not a plain tensor"
-    if weight.device.type != "cpu":
+    if weight.device.type != HOST:
         return f"its weight is on {weight.device}, the target is a CPU"
     if weight.numel() == 0:
         return f"its weight is empty, {tuple(weight.shape)}"

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from fp8pass.quant_key import QuantKey
+from fp8pass.target import HOST
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,34 @@ class MRange:
     def static(self) -> bool:
         """Whether M is one known number."""
         return self.hi == self.lo
+
+    def covers(self, other: MRange) -> bool:
+        """Whether every number of ``other`` is in this range."""
+        if other.lo < self.lo:
+            return False
+        return self.hi is None or (other.hi is not None and other.hi <= self.hi)
+
+    def overlaps(self, other: MRange) -> bool:
+        """Whether some number is in both ranges."""
+        return (other.hi is None or self.lo <= other.hi) and (
+            self.hi is None or other.lo <= self.hi
+        )
+
+    def split(self, starts: Iterable[int]) -> tuple[MRange, ...]:
+        """This range cut so that a part begins at each of ``starts`` that lies inside it."""
+        inside = sorted({s for s in starts if self.lo < s and (self.hi is None or s <= self.hi)})
+        lows = [self.lo, *inside]
+        highs: list[int | None] = [*(start - 1 for start in inside), self.hi]
+        return tuple(MRange(lo, hi) for lo, hi in zip(lows, highs, strict=True))
+
+    @staticmethod
+    def parse(text: str) -> MRange:
+        """The inverse of ``str``. Raises ValueError for anything else."""
+        lo, dash, hi = text.partition("-")
+        first = int(lo)
+        if not dash:
+            return MRange(first, first)
+        return MRange(first, int(hi) if hi else None)
 
     def __str__(self) -> str:
         if self.static:
@@ -61,4 +91,4 @@ class ScaledMMProblem:
     b_layout: str = "col"
     packed: bool = True
     prepared: bool = False
-    device_type: str = "cpu"
+    device_type: str = HOST

@@ -193,14 +193,32 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L013",
         "another kernel comes first",
-        "kernel {kernel} could take the site; {chosen} comes before it ({why})",
+        "kernel {kernel} could take the site; {chosen} took precedence ({why})",
         "force or prefer it by name to use it",
+    ),
+    Reason(
+        "FP8-L014",
+        "number of rows",
+        "kernel {kernel} takes {wants} rows, the site has {has}",
+        "",
     ),
     Reason(
         "FP8-L015",
         "the operands are on another device",
         "kernel {kernel} is for {wants} devices, the operands of the site are on {has}",
         "compile for the device that the graph runs on",
+    ),
+    Reason(
+        "FP8-L016",
+        "accumulation",
+        "kernel {kernel} accumulates in less than float32, which the source does not allow",
+        'pass use_fast_accum=True to torch._scaled_mm, or set numerics="fast"',
+    ),
+    Reason(
+        "FP8-L017",
+        "a limit of the kernel",
+        "kernel {kernel} does not take {what}",
+        "",
     ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(

@@ -8,8 +8,10 @@ and ROCm's numbers are never compared with CUDA's: an architecture is a name, no
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import platform
+import sys
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -42,11 +44,18 @@ _ARCHITECTURES: dict[str, tuple[str, torch.dtype | None, int | None]] = {
     "xpu-bmg": ("xpu", torch.float8_e4m3fn, 20),
     "xpu-pvc": ("xpu", None, 128),
 }
+#: torch's device type of the host, where constants are computed and weights are packed.
+HOST = "cpu"
+
 #: Short names of a whole kind; "cpu" is the most careful of its architectures.
 _ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}
 
 #: Libraries that may stand behind a "+" in a target's name.
 LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm")
+
+#: Feature of a GPU target whose machine has no Triton. It comes with torch's builds for GPUs, so
+#: its absence is what has to be said.
+NO_TRITON = "no-triton"
 
 #: torch's device type for each kind: ROCm builds of torch call their devices "cuda".
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
@@ -83,6 +92,11 @@ class Target:
     def spec(self) -> str:
         """The name that :meth:`parse` takes, e.g. ``"sm90+cutlass"``."""
         return "+".join([self.arch, *(name for name, _ in self.libraries)])
+
+    @property
+    def host(self) -> bool:
+        """Whether the target is the CPU itself, no accelerator."""
+        return self.device_type == HOST
 
     @property
     def device_type(self) -> str:
@@ -139,7 +153,19 @@ class Target:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
             device = torch.device("cpu") if accelerator is None else accelerator
         device = torch.device(device)
-        return _detect(device.type, device.index)
+        found = _detect(device.type, device.index)
+        if found.kind == "cpu":
+            return found
+        # not cached: a library may be loaded after the first question
+        return replace(found, libraries=_loaded_libraries())
+
+
+def _loaded_libraries() -> tuple[tuple[str, str], ...]:
+    """Kernel libraries that this process has loaded already, with versions where they say one."""
+    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
+        return ()
+    version = getattr(sys.modules.get("vllm"), "__version__", "")
+    return (("vllm", str(version)),)
 
 
 def _torch_version() -> str:
@@ -185,4 +211,6 @@ def _detect_cuda(index: int | None) -> Target:
         arch = f"sm{properties.major}{properties.minor}"
         runtime = (("torch", str(torch.__version__)), ("cuda", str(torch.version.cuda)))
     base = Target.parse(arch)
-    return replace(base, units=int(properties.multi_processor_count), runtime=runtime)
+    features = frozenset() if importlib.util.find_spec("triton") else frozenset({NO_TRITON})
+    units = int(properties.multi_processor_count)
+    return replace(base, units=units, runtime=runtime, features=features)

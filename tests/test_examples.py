@@ -28,7 +28,12 @@ def run(*command: str, folder: Path) -> str:
 
 
 def test_all_examples_are_found() -> None:
-    assert {"torch_compile.py", "inductor_option.py", "graph_dump_depyf.py"} <= set(NAMES)
+    assert {
+        "torch_compile.py",
+        "inductor_option.py",
+        "graph_dump_depyf.py",
+        "cross_target.py",
+    } <= set(NAMES)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -8,9 +8,10 @@ heavier, and asks no device.
 from __future__ import annotations
 
 # The order of these imports is the order of registration.
-from fp8pass.lowerings import cpu, torch_scaled_mm
+from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass
 from fp8pass.lowerings.choice import (
     FORCED,
+    MEASURED,
     PREFERRED,
     STATIC_PRIORITY,
     Choice,
@@ -18,6 +19,7 @@ from fp8pass.lowerings.choice import (
     choose,
     consider,
 )
+from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import (
     EmitSite,
     Kernel,
@@ -30,6 +32,7 @@ from fp8pass.lowerings.registry import (
 
 __all__ = [
     "FORCED",
+    "MEASURED",
     "PREFERRED",
     "STATIC_PRIORITY",
     "Choice",
@@ -42,7 +45,10 @@ __all__ = [
     "find",
     "kernel_names",
     "kernels",
+    "producer_kernel_names",
     "register",
     "torch_scaled_mm",
+    "triton",
     "unregister",
+    "vllm_cutlass",
 ]

@@ -1,18 +1,22 @@
-"""Choosing the kernel of one scaled product, and saying why no other was chosen.
+"""Choosing the kernels of one scaled product, and saying why no other was chosen.
 
-Order: forced by the user, preferred by the user, static priority. (Measured choices come between
-the last two once there is something to measure with.) A pure function of the target, the problem
-and the options: the choice for any device can be made on any other, and equal sites share one
-answer from a cache, because a model asks the same question hundreds of times.
+Order: forced by the user, preferred by the user, the measured table of the architecture, static
+priority. Decode and prefill want different kernels, so the site's range of M is cut where a kernel
+or the table says that something changes, each part is decided by itself, and neighbours with one
+answer are joined again. A pure function of the target, the problem and the options: the choice for
+any device can be made on any other, and equal sites share one answer from a cache, because a model
+asks the same question hundreds of times.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fp8pass.errors import NoKernelError
 from fp8pass.lowerings.registry import Kernel, find, kernels
+from fp8pass.lowerings.tables import Table, table_for
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
@@ -20,7 +24,10 @@ from fp8pass.target import Target
 
 FORCED = "forced"
 PREFERRED = "preferred"
+MEASURED = "measured table"
 STATIC_PRIORITY = "static priority"
+#: Which word a plan of several parts is described by: the first that holds for any of them.
+_STRENGTH = (FORCED, PREFERRED, MEASURED, STATIC_PRIORITY)
 
 #: Refusals that are advice, not inability: a user who forces the kernel by name overrules them.
 _OVERRULED_BY_FORCE = frozenset({"FP8-L006"})
@@ -42,7 +49,8 @@ class Choice:
         plan: (range of M, kernel), together covering the problem's range; empty if no kernel takes
             the site, which then keeps the operator it came with.
         rejected: every other registered kernel with its reason, in order of registration.
-        why: ``"forced"``, ``"preferred"``, ``"static priority"``, or ``""`` without a plan.
+        why: ``"forced"``, ``"preferred"``, ``"measured table"``, ``"static priority"``, or ``""``
+            without a plan.
         verdict: :data:`YES`, or FP8-L012.
         note: a preference that could not be followed, in words; else ``""``.
     """
@@ -58,19 +66,30 @@ class Choice:
         """The one kernel of the plan; None if there is none."""
         return self.plan[0][1] if len(self.plan) == 1 else None
 
+    @property
+    def text(self) -> str:
+        """The plan as text, such as ``"2-64=triton_skinny;65-=torch_row"``."""
+        return ";".join(f"{m}={kernel.name}" for m, kernel in self.plan)
+
 
 def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdict:
-    """Whether ``kernel`` can take the site, apart from what the user asked for."""
+    """Whether ``kernel`` can take the site, or a part of its range of M; what the user asked for is
+    not looked at."""
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
-    return kernel.requirements(target) and kernel.can_implement(target, problem)
+    verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
+    if verdict and kernel.reduced_accumulation and not problem.use_fast_accum:
+        return no("FP8-L016", kernel=kernel.name)
+    if verdict and not kernel.rows.overlaps(problem.m):
+        return no("FP8-L014", kernel=kernel.name, wants=kernel.rows, has=problem.m)
+    return verdict
 
 
 def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice:
-    """The kernel for one scaled product on ``target``.
+    """The kernels for one scaled product on ``target``.
 
     Never raises for a site that nothing takes: that is a :class:`Choice` without a plan.
 
@@ -79,10 +98,16 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
+    from fp8pass.lowerings.producers import producer_kernel_names
+
     for name in (*options.prefer, *options.disable):
-        find(name)
+        if name not in producer_kernel_names():
+            find(name)
     forced = None if options.force is None else find(options.force).name
-    return _choose(target, problem, forced, options.prefer, options.disable, kernels())
+    if options.numerics == "fast" and not problem.use_fast_accum:
+        problem = replace(problem, use_fast_accum=True)
+    table = table_for(target)
+    return _choose(target, problem, forced, options.prefer, options.disable, kernels(), table)
 
 
 @lru_cache(maxsize=4096)
@@ -93,6 +118,7 @@ def _choose(
     prefer: tuple[str, ...],
     disable: tuple[str, ...],
     registered: tuple[Kernel, ...],
+    table: Table,
 ) -> Choice:
     verdicts = {
         kernel.name: (
@@ -102,27 +128,98 @@ def _choose(
         )
         for kernel in registered
     }
-    able = [kernel for kernel in registered if verdicts[kernel.name]]
     if forced is not None:
+        kernel = next(k for k in registered if k.name == forced)
+        if verdicts[forced] and not kernel.rows.covers(problem.m):
+            verdicts[forced] = no("FP8-L014", kernel=forced, wants=kernel.rows, has=problem.m)
         if not verdicts[forced] and verdicts[forced].code not in _OVERRULED_BY_FORCE:
             raise NoKernelError(_cannot_force(forced, verdicts, target))
-        winner, why = next(k for k in registered if k.name == forced), FORCED
-    elif able:
-        preferred = [kernel for name in prefer for kernel in able if kernel.name == name]
-        ranked = sorted(able, key=lambda kernel: kernel.priority(target, problem))
-        winner, why = (preferred or ranked)[0], PREFERRED if preferred else STATIC_PRIORITY
+        plan: _Plan = ((problem.m, kernel, FORCED),)
     else:
+        able = [kernel for kernel in registered if verdicts[kernel.name]]
+        plan = _plan(able, prefer, table, target, problem)
+    if not plan:
+        for kernel in registered:
+            if verdicts[kernel.name]:  # each takes a part of the range, but not all of it
+                verdicts[kernel.name] = no(
+                    "FP8-L014", kernel=kernel.name, wants=kernel.rows, has=problem.m
+                )
         rejected = tuple(Rejection(name, verdict) for name, verdict in verdicts.items())
         verdict = no("FP8-L012", target=target.spec)
-        return Choice((), rejected, "", verdict, _unmet(prefer, None, verdicts))
-    for kernel in able:
-        if kernel is not winner:
-            verdicts[kernel.name] = no("FP8-L013", kernel=kernel.name, chosen=winner.name, why=why)
+        return Choice((), rejected, "", verdict, _unmet(prefer, (), verdicts))
+    winners = tuple(dict.fromkeys(kernel.name for _, kernel, _ in plan))
+    why = min((why for *_, why in plan), key=_STRENGTH.index)
+    for kernel in registered:
+        if kernel.name not in winners and verdicts[kernel.name]:
+            verdicts[kernel.name] = no(
+                "FP8-L013", kernel=kernel.name, chosen=" and ".join(winners), why=why
+            )
     rejected = tuple(
-        Rejection(name, verdict) for name, verdict in verdicts.items() if name != winner.name
+        Rejection(name, verdict) for name, verdict in verdicts.items() if name not in winners
     )
-    note = "" if why == FORCED else _unmet(prefer, winner.name, verdicts)
-    return Choice(((problem.m, winner),), rejected, why, YES, note)
+    note = "" if why == FORCED else _unmet(prefer, winners, verdicts)
+    return Choice(tuple((m, kernel) for m, kernel, _ in plan), rejected, why, YES, note)
+
+
+#: (range of M, kernel, why it)
+_Plan = tuple[tuple[MRange, Kernel, str], ...]
+
+
+def _plan(
+    able: Sequence[Kernel],
+    prefer: tuple[str, ...],
+    table: Table,
+    target: Target,
+    problem: ScaledMMProblem,
+) -> _Plan:
+    """The best kernel for each part of the range of M; empty if a part has none."""
+    starts = set(table.starts(problem))
+    for kernel in able:
+        starts.add(kernel.rows.lo)
+        if kernel.rows.hi is not None:
+            starts.add(kernel.rows.hi + 1)
+    parts = problem.m.split(starts)
+
+    def best(part: MRange, among: Callable[[Kernel], bool]) -> tuple[MRange, Kernel, str] | None:
+        candidates = [k for k in able if k.rows.covers(part) and among(k)]
+        if not candidates:
+            return None
+        order = table.order(replace(problem, m=part))
+
+        def rank(kernel: Kernel) -> tuple[int, int, int]:
+            name = kernel.name
+            return (
+                prefer.index(name) if name in prefer else len(prefer),
+                order.index(name) if name in order else len(order),
+                kernel.priority(target, problem),
+            )
+
+        winner = min(candidates, key=rank)
+        preferred, measured = winner.name in prefer, winner.name in order
+        why = PREFERRED if preferred else MEASURED if measured else STATIC_PRIORITY
+        return part, winner, why
+
+    plan = _joined([best(part, lambda kernel: True) for part in parts])
+    if len(plan) > 1 and any(kernel.run is None for _, kernel, _ in plan):
+        plan = _joined([best(part, lambda kernel: kernel.run is not None) for part in parts])
+    if not plan:  # no kernel for some part by itself: one that takes them all
+        whole = best(problem.m, lambda kernel: True)
+        plan = () if whole is None else (whole,)
+    return plan
+
+
+def _joined(parts: Sequence[tuple[MRange, Kernel, str] | None]) -> _Plan:
+    """Neighbours with the same kernel made one; nothing if a part has none."""
+    plan: list[tuple[MRange, Kernel, str]] = []
+    for part in parts:
+        if part is None:
+            return ()
+        m, kernel, why = part
+        if plan and plan[-1][1] is kernel:
+            before, _, earlier = plan.pop()
+            m, why = MRange(before.lo, m.hi), min(earlier, why, key=_STRENGTH.index)
+        plan.append((m, kernel, why))
+    return tuple(plan)
 
 
 def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> str:
@@ -143,11 +240,12 @@ def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> 
     return "\n".join(lines)
 
 
-def _unmet(prefer: tuple[str, ...], winner: str | None, verdicts: dict[str, Verdict]) -> str:
+def _unmet(prefer: tuple[str, ...], winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
     """The preferences that come before the winner and could not be followed."""
     parts = []
     for name in prefer:
-        if name == winner:
+        if name in winners:
             break
-        parts.append(f"preferred {name} was not used ({verdicts[name].code})")
+        if name in verdicts:  # not a kernel for producers
+            parts.append(f"preferred {name} was not used ({verdicts[name].code})")
     return "; ".join(parts)

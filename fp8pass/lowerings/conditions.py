@@ -153,10 +153,10 @@ def layouts(kernel: str, problem: ScaledMMProblem) -> Verdict:
 
 
 def multiples(kernel: str, problem: ScaledMMProblem, of: int) -> Verdict:
-    """N and K are known and multiples of ``of``."""
+    """N and K are known, not 0, and multiples of ``of``."""
     for what, size in (("N", problem.n), ("K", problem.k)):
         if size is None:
             return no("FP8-L009", kernel=kernel, what=what, wants=of, has="not known statically")
-        if size % of:
+        if size % of or size == 0:
             return no("FP8-L009", kernel=kernel, what=what, wants=of, has=size)
     return YES

@@ -122,6 +122,13 @@ def aligned_rows(graph: fx.Graph, matrix: fx.Node, *, transposed: bool = False) 
     return call(graph, aten.permute.default, (_contiguous(graph, weight), [1, 0]))
 
 
+def aligned(matrix: torch.Tensor) -> torch.Tensor:
+    """``matrix`` with rows that start at multiples of 16 bytes; a copy only where they do not."""
+    if matrix.stride(1) == 1 and not matrix.stride(0) % 16 and not matrix.data_ptr() % 16:
+        return matrix
+    return matrix.contiguous()
+
+
 def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     memory = {"memory_format": torch.contiguous_format}
     return call(graph, aten.clone.default, (node,), memory)

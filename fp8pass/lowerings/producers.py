@@ -1,19 +1,23 @@
-"""Kernels for fused producers (norm + quantise, activation + quantise), and the way back to aten.
+"""Kernels for fused producers (norm + quantise, activation + quantise), and the choice of one.
 
-One kernel exists so far, on every kind of device: ``inductor``, which writes the site out as aten
-operators, once, with one quantise for all its readers, for Inductor to generate code from. On a CPU
-that is the usual choice, since Triton has none.
+- ``triton``: fp8pass's own kernels, one launch for a site (lowerings/triton_producers.py).
+- ``inductor``, on every kind of device: the site is written out as aten operators, once, with one
+  quantise for all its readers, for Inductor to generate code from. On a CPU that is the usual
+  choice, since Triton has none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
 
-from fp8pass.ops.library import SPECS
+from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
+from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.target import Target
 from fp8pass.workbench import Workbench
@@ -21,64 +25,166 @@ from fp8pass.workbench import Workbench
 INDUCTOR = "inductor"
 
 
-def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Options) -> None:
-    """Choose the kernel of a fused site and write it: so far always :data:`INDUCTOR`.
+@dataclass(frozen=True, slots=True)
+class ProducerProblem:
+    """What a fused producer asks of a kernel, as a plain value.
 
-    A site that was read from aten goes back to the nodes it was read from: they are that code, with
-    every rounding where it was, and the quantises of its other readers were merged into this one.
+    Attributes:
+        op: name of the generic operator, such as ``"rms_norm_quant"``.
+        form: text of the producer's form, ``""`` for a quantise alone.
+        quant_form: text of the quantise's form.
+        width: size of the last dim, None where symbolic.
+        dtypes: dtypes of the tensor operands in the order of the schema, None for a missing one;
+            the scale is not among them.
+        device_type: torch's device type of the operands.
     """
+
+    op: str
+    form: str
+    quant_form: str
+    width: int | None
+    dtypes: tuple[torch.dtype | None, ...]
+    device_type: str
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ProducerKernel:
+    """One way to compute a fused producer; compared by identity.
+
+    Attributes:
+        name: what options and reports call it.
+        summary: one line for people.
+        requirements, can_implement, provenance: as in :class:`fp8pass.lowerings.Kernel`.
+        replaces: generic operator -> the operator of the same schema that runs it.
+    """
+
+    name: str
+    summary: str
+    kinds: frozenset[str]
+    requirements: Callable[[Target], Verdict]
+    can_implement: Callable[[Target, ProducerProblem], Verdict]
+    replaces: Callable[[str], torch._ops.OpOverload]
+    provenance: str
+
+
+#: In the order in which they are tried; ``inductor`` comes after all of them and takes everything.
+_PRODUCERS: dict[str, ProducerKernel] = {}
+
+
+def register_producer(kernel: ProducerKernel) -> ProducerKernel:
+    """Add a kernel to the list.
+
+    Raises:
+        ValueError: the name is taken.
+    """
+    if kernel.name in producer_kernel_names():
+        raise ValueError(f"a kernel for producers named {kernel.name!r} is registered already")
+    _PRODUCERS[kernel.name] = kernel
+    return kernel
+
+
+def producer_kernel_names() -> tuple[str, ...]:
+    """The names of all kernels for producers."""
+    return (*_PRODUCERS, INDUCTOR)
+
+
+@dataclass(frozen=True, slots=True)
+class ProducerChoice:
+    """The kernel of one producer (None = ``inductor``) and why the others were not chosen."""
+
+    kernel: ProducerKernel | None
+    rejected: tuple[tuple[str, Verdict], ...]
+    why: str
+
+
+def consider_producer(kernel: ProducerKernel, target: Target, problem: ProducerProblem) -> Verdict:
+    """Whether ``kernel`` can take the site, apart from what the user asked for."""
+    if target.kind not in kernel.kinds:
+        wants = "/".join(sorted(kernel.kinds))
+        return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
+    if problem.device_type != target.device_type:
+        return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
+    return kernel.requirements(target) and kernel.can_implement(target, problem)
+
+
+def choose_producer(target: Target, problem: ProducerProblem, options: Options) -> ProducerChoice:
+    """The kernel for one fused producer on ``target``; a pure function of its arguments."""
+    verdicts: dict[str, Verdict] = {}
+    for kernel in _PRODUCERS.values():
+        if kernel.name in options.disable:
+            verdicts[kernel.name] = no("FP8-L002", kernel=kernel.name)
+        else:
+            verdicts[kernel.name] = consider_producer(kernel, target, problem)
+    verdicts[INDUCTOR] = YES  # what every graph falls back to, so it cannot be disabled
+    able = [name for name, verdict in verdicts.items() if verdict]
+    preferred = [name for name in options.prefer if name in able]
+    winner = (preferred or able)[0]
+    why = "preferred" if preferred else "static priority"
+    rejected = tuple(
+        (name, no("FP8-L013", kernel=name, chosen=winner, why=why) if verdict else verdict)
+        for name, verdict in verdicts.items()
+        if name != winner
+    )
+    return ProducerChoice(_PRODUCERS.get(winner), rejected, why)
+
+
+def problem_of_producer(node: fx.Node) -> ProducerProblem:
+    """The problem that a fused operator (or ``fp8pass::quantize``) poses."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    named = dict(zip((a.name for a in schema.arguments), node.args, strict=True))
+    op = str(schema.name).split("::")[1]
+    first = node.args[0]
+    assert isinstance(first, fx.Node)
+    value = first.meta["val"]
+    width = value.shape[-1] if value.dim() else None
+    operands = [
+        named[argument.name]
+        for argument in schema.arguments
+        if "Tensor" in str(argument.type) and argument.name != "scale"
+    ]
+    form = named.get("form", "")
+    quant_form = named.get("quant_form", "")
+    return ProducerProblem(
+        op,
+        str(form) if quant_form else "",
+        str(quant_form or form),
+        width if type(width) is int else None,
+        tuple(n.meta["val"].dtype if isinstance(n, fx.Node) else None for n in operands),
+        value.device.type,
+    )
+
+
+def fused_node(draft: Draft) -> fx.Node:
+    """The fused operator of a site."""
+    if draft.readers_of is None:
+        return draft.node  # emitted by the model
+    last = draft.swaps[-1].new
+    while "quant" not in str(last.target):  # from one of its results to the operator itself
+        last = last.all_input_nodes[0]
+    return last
+
+
+def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Options) -> None:
+    """Choose the kernel of a fused site and write it.
+
+    A site that was read from aten and goes to Inductor goes back to the nodes it was read from:
+    they are that code, with every rounding where it was, and the quantises of its other readers
+    were merged into this one.
+    """
+    node = fused_node(draft)
+    choice = choose_producer(target, problem_of_producer(node), options)
+    draft.rejected = list(choice.rejected)
+    draft.why = choice.why
+    if choice.kernel is not None:
+        draft.kernel = choice.kernel.name
+        # same schema, same results: only who computes them changes
+        node.target = choice.kernel.replaces(str(node.target._schema.name).split("::")[1])  # type: ignore[union-attr]
+        return
     draft.kernel = INDUCTOR
     bench.undo(draft.swaps)
     for part in (draft, draft.readers_of):
         if part is not None and part.source == "fp8pass":
             write_out(bench, part)
-
-
-def write_out(bench: Workbench, draft: Draft) -> None:
-    """Write an operator that the model emitted itself out as aten, from its reference.
-
-    Left as it is where that is not possible (it is correct, only slower): symbolic sizes that the
-    reference asks for, or a product, which has kernels of its own.
-    """
-    node = draft.node
-    if draft.kind == "scaled_mm":
-        return
-    traced = _trace(bench, node)
-    if traced is None:
-        return
-    inputs = [arg for arg in node.args if isinstance(arg, fx.Node)]
-    holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
-    mapping: dict[fx.Node, fx.Node] = dict(zip(holders, inputs, strict=True))
-    with bench.graph.inserting_before(node):
-        copied = bench.graph.graph_copy(traced.graph, mapping)
-    results = copied if isinstance(copied, (tuple, list)) else (copied,)
-    for output, result in zip(draft.outputs.values(), results, strict=True):
-        assert isinstance(result, fx.Node)
-        draft.swaps.append(bench.swap(output, result))
-
-
-def _trace(bench: Workbench, node: fx.Node) -> torch.fx.GraphModule | None:
-    """The reference of an operator as a graph of aten calls, None if it cannot be had."""
-    from torch._inductor.decomposition import select_decomp_table
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    name = str(node.target._schema.name).split("::")[1]  # type: ignore[union-attr]
-    spec = SPECS[name]
-    inputs = [arg.meta["val"] for arg in node.args if isinstance(arg, fx.Node)]
-    if any(not isinstance(size, int) for value in inputs for size in value.shape):
-        return None
-
-    def reference(*tensors: torch.Tensor) -> Any:
-        remaining = iter(tensors)
-        args = [next(remaining) if isinstance(a, fx.Node) else a for a in node.args]
-        return spec.reference(*args)
-
-    traced = make_fx(reference, decomposition_table=select_decomp_table())(*inputs)
-    traced.graph.eliminate_dead_code()
-    for inner in traced.graph.nodes:
-        if inner.op not in ("placeholder", "output", "call_function"):
-            return None
-    return traced
 
 
 def inductor_patches(target: Target, options: Options) -> dict[str, Any]:

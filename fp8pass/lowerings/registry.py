@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import OptionError, choices
-from fp8pass.problem import ScaledMMProblem
+from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import Verdict
 from fp8pass.target import Target
 
@@ -53,6 +53,21 @@ class EmitSite:
         return self.problem.use_fast_accum or self.numerics == "fast"
 
 
+#: ``run(a, b, scale_a, scale_b, bias, out_dtype, fast_accum) -> [M, N]``: a kernel on real tensors.
+Run = Callable[
+    [
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        "torch.Tensor | None",
+        torch.dtype,
+        bool,
+    ],
+    torch.Tensor,
+]
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Kernel:
     """One way to compute ``round((a @ b) * scale_a * scale_b + bias)``; compared by identity.
@@ -68,6 +83,11 @@ class Kernel:
         emit: inserts the nodes at the graph's insertion point, sets ``meta["val"]`` on each of
             them, returns the node of the result. Functional ops only.
         provenance: where it was tested, honestly.
+        rows: the range of M that it takes; a choice is made for each part of the site's range.
+        run: the kernel called on real tensors, for a plan over several ranges of M; None if it is
+            more than one call, so that it can only stand for a whole site.
+        reduced_accumulation: it always accumulates in less than float32, so that the source must
+            allow that.
     """
 
     name: str
@@ -78,6 +98,9 @@ class Kernel:
     priority: Callable[[Target, ScaledMMProblem], int]
     emit: Callable[[fx.Graph, EmitSite], fx.Node]
     provenance: str
+    rows: MRange = MRange()
+    run: Run | None = None
+    reduced_accumulation: bool = False
 
 
 _KERNELS: dict[str, Kernel] = {}

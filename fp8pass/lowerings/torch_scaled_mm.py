@@ -14,11 +14,14 @@ those do not show is refused.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import fx
 
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import (
+    aligned,
     aligned_rows,
     aten,
     call,
@@ -214,6 +217,31 @@ def _product(
     return node
 
 
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    *,
+    rows: bool,
+) -> torch.Tensor:
+    """The product on real tensors, as part of a plan over several ranges of M."""
+    if a.shape[0] == 0:
+        return a.new_empty((0, b.shape[1]), dtype=out_dtype)
+    if rows:
+        scale_a, scale_b = scale_a.reshape(-1, 1), scale_b.reshape(1, -1)
+        scale_a, scale_b = scale_a.contiguous(), scale_b.contiguous()
+    else:
+        scale_a, scale_b = scale_a.reshape(()), scale_b.reshape(())
+    a, weight = aligned(a), aligned(b.t())
+    return torch._scaled_mm(
+        a, weight.t(), scale_a, scale_b, bias=bias, out_dtype=out_dtype, use_fast_accum=fast_accum
+    )
+
+
 TORCH_TENSOR = register(
     Kernel(
         name="torch_tensor",
@@ -224,6 +252,7 @@ TORCH_TENSOR = register(
         priority=lambda target, problem: 30,
         emit=_emit_tensor,
         provenance=_NOT_RUN,
+        run=partial(_run, rows=False),
     )
 )
 
@@ -237,6 +266,7 @@ TORCH_ROW = register(
         priority=_row_priority,
         emit=_emit_row,
         provenance=f"tested on x86-avx2; GPUs {_NOT_RUN}",
+        run=partial(_run, rows=True),
     )
 )
 

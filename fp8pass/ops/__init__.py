@@ -10,6 +10,9 @@ from fp8pass.ops import activation, linear, norm, quantize
 from fp8pass.ops.forms import ActForm, NormForm, QuantForm, dynamic_form, static_form
 from fp8pass.ops.library import SPECS, OpSpec
 
+# last, since it builds on all of the above: the operators of single kernels
+from fp8pass.kernels import operators  # isort: skip
+
 __all__ = [
     "SPECS",
     "ActForm",
@@ -20,6 +23,7 @@ __all__ = [
     "dynamic_form",
     "linear",
     "norm",
+    "operators",
     "quantize",
     "static_form",
 ]

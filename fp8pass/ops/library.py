@@ -51,16 +51,15 @@ class OpSpec:
 SPECS: dict[str, OpSpec] = {}
 
 
-def register(spec: OpSpec, *, cpu: Callable[..., Any] | None = None) -> OpSpec:
-    """Define the operator with its reference for every device, and ``cpu`` for the CPU if given.
+def register(spec: OpSpec) -> OpSpec:
+    """Define the operator with its reference for every device.
 
     Registered under CompositeExplicitAutograd: no gradient formula, because fp8pass rewrites
-    inference graphs only; torch warns about a backward through one.
+    inference graphs only; torch warns about a backward through one. What a kernel computes instead,
+    on its own kind of device, is registered in :mod:`fp8pass.kernels.operators`.
     """
     LIBRARY.define(f"{spec.name}{spec.schema}", tags=(torch.Tag.pt2_compliant_tag,))
     LIBRARY.impl(spec.name, spec.reference, "CompositeExplicitAutograd")
-    if cpu is not None:
-        LIBRARY.impl(spec.name, cpu, "CPU")
     torch.library.register_fake(f"fp8pass::{spec.name}", spec.fake, lib=LIBRARY)
     SPECS[spec.name] = spec
     return spec

@@ -1,4 +1,4 @@
-"""``fp8pass::scaled_mm``, the generic scaled product, and the operator of the CPU lowering."""
+"""``fp8pass::scaled_mm``, the generic scaled product."""
 
 from __future__ import annotations
 
@@ -27,20 +27,6 @@ def dequantised_product(
     if bias is not None:
         value = value + bias.to(torch.float32)
     return value.to(out_dtype)
-
-
-def _cpu(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    prepared: torch.Tensor | None,
-) -> torch.Tensor:
-    from fp8pass.kernels import cpu
-
-    return cpu.scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
 
 
 def scaled_mm(
@@ -74,21 +60,6 @@ def scaled_mm(
     return dequantised_product(a, b, scale_a, scale_b, bias, out_dtype)
 
 
-def _scaled_mm_cpu(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    act_key: str,
-    weight_key: str,
-    use_fast_accum: bool,
-    prepared: torch.Tensor | None,
-) -> torch.Tensor:
-    return _cpu(a, b, scale_a, scale_b, bias, out_dtype, prepared)
-
-
 def fake_scaled_mm(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -102,7 +73,8 @@ def fake_scaled_mm(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
 
 
-def _operands(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def operands(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    """``(a, b, scale_a, scale_b, bias, out_dtype, (act_key, weight_key))``, random, odd sizes."""
     shapes = ((3, 32, 16), (1, 47, 63), (17, 64, 5), (0, 16, 16))
     for (m, k, n), rows, bias in product(shapes, (False, True), (None, torch.bfloat16)):
         fp8 = torch.float8_e4m3fn
@@ -119,13 +91,8 @@ def _operands(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
 
 
 def _inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for *operands, keys in _operands(generator):
-        yield *operands, *keys, False, None
-
-
-def _cpu_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for *operands, _ in _operands(generator):
-        yield *operands, None
+    for *given, keys in operands(generator):
+        yield *given, *keys, False, None
 
 
 SCALED_MM = register(
@@ -138,33 +105,5 @@ SCALED_MM = register(
         _inputs,
         0.0,
         "2 ulp of the result plus 2^-10 of the sum of magnitudes: see docs/numerics.md",
-    ),
-    cpu=_scaled_mm_cpu,
-)
-
-
-def _cpu_reference(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    scale_a: torch.Tensor,
-    scale_b: torch.Tensor,
-    bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-    prepared: torch.Tensor | None,
-) -> torch.Tensor:
-    return dequantised_product(a, b, scale_a, scale_b, bias, out_dtype)
-
-
-CPU_SCALED_MM = register(
-    OpSpec(
-        "cpu_scaled_mm",
-        "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-        " Tensor? prepared) -> Tensor",
-        _cpu_reference,
-        fake_scaled_mm,
-        _cpu_inputs,
-        0.0,
-        "as scaled_mm",
-    ),
-    cpu=_cpu,
+    )
 )

@@ -16,6 +16,8 @@ from torch import fx
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from fp8pass.target import HOST
+
 aten = torch.ops.aten
 prims = torch.ops.prims
 
@@ -122,7 +124,7 @@ def scalar(value: Any) -> float | None:
             return None
         # what the tensor holds: a narrow dtype rounds the number it is filled with
         with unset_fake_temporarily():
-            return float(torch.tensor(value.args[1], dtype=held.dtype, device="cpu"))
+            return float(torch.tensor(value.args[1], dtype=held.dtype, device=HOST))
     return None
 
 

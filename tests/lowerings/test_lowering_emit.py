@@ -26,6 +26,9 @@ TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "cpu": ("cpu", "cpu", {"bias": BF16}, ROW),
     "cpu_prepared": ("cpu_prepared", "cpu", {"prepared": True}, ROW),
+    "triton_skinny": ("triton_skinny", "sm90", {"bias": BF16}, ROW),
+    "triton_general": ("triton_general", "sm90", {"use_fast_accum": True}, ("tensor", "channel")),
+    "vllm_cutlass": ("vllm_cutlass", "sm90+vllm", {"packed": False, "use_fast_accum": True}, ROW),
     "torch_tensor": ("torch_tensor", "sm90", {"use_fast_accum": True}, ("tensor", "tensor")),
     "torch_tensor_bias": ("torch_tensor", "sm90", {"bias": BF16}, ("tensor", "tensor")),
     "torch_row": ("torch_row", "sm90", {"bias": BF16}, ROW),
@@ -131,7 +134,7 @@ def test_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any) -> Non
 
 
 def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: int) -> None:
-    target = Target.parse("cpu" if kernel.startswith("cpu") else "sm90")
+    target = Target.parse("cpu" if kernel.startswith("cpu") else "sm90+vllm")
     p = problem(*pair, bias=bias, out_dtype=out)
     values = operands(p, m, "cpu", seed=m)
     emit = find(kernel).emit
@@ -256,7 +259,7 @@ def test_symbolic_rows(kernel: str) -> None:
     """A dynamic M adds no guard and is not specialised."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    target = Target.parse("cpu" if kernel.startswith("cpu") else "sm90")
+    target = Target.parse("cpu" if kernel.startswith("cpu") else "sm90+vllm")
     pair = ("tensor", "tensor") if kernel == "torch_tensor" else ROW
     p = problem(*pair, m=None, prepared=kernel == "cpu_prepared", packed=False)
     env = ShapeEnv()

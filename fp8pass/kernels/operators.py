@@ -1,0 +1,150 @@
+"""Operators that one kernel stands behind, and which kernel that is on which kind of device.
+
+Each has the fake and the semantics of a generic operator. The reference is registered for every
+device, so that a graph made for an absent device can be interpreted on a CPU; the kernel is
+registered for its own kind of device and imported on its first call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fp8pass.ops import activation, linear, norm, quantize
+from fp8pass.ops.library import LIBRARY, OpSpec, register
+
+
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    """``module.name``, imported on the first call: importing a kernel imports Triton."""
+    found: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal found
+        if found is None:
+            import importlib
+
+            found = getattr(importlib.import_module(module), name)
+        return found(*args)
+
+    return call
+
+
+#: torch's dispatch key of GPUs, ROCm's too.
+_GPU = "CUDA"
+_CPU = "CPU"
+
+
+def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> OpSpec:
+    register(spec)
+    LIBRARY.impl(spec.name, kernel, key)
+    return spec
+
+
+def _producer(base: OpSpec, module: str) -> OpSpec:
+    spec = OpSpec(
+        f"triton_{base.name}",
+        base.schema,
+        base.reference,
+        base.fake,
+        base.inputs,
+        1e-3,
+        "the order of a reduction, and the last bit of exp and rsqrt",
+    )
+    return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
+
+
+TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")
+TRITON_ADD_RMS_NORM_QUANT = _producer(norm.ADD_RMS_NORM_QUANT, "triton_norm")
+TRITON_SILU_MUL_QUANT = _producer(activation.SILU_MUL_QUANT, "triton_activation")
+TRITON_QUANTIZE = _producer(quantize.SPEC, "triton_quantize")
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+_OPERANDS = (
+    "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype"
+)
+_AS_GENERIC = "as scaled_mm"
+
+
+def _reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *how: Any,
+) -> torch.Tensor:
+    """As :func:`fp8pass.ops.linear.scaled_mm`; ``how`` says which kernel, not what it computes."""
+    return linear.dequantised_product(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+def _inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]:
+    def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+        for *operands, _ in linear.operands(generator):
+            yield *operands, *how
+
+    return inputs
+
+
+def _product(
+    name: str, rest: str, kernel: Callable[..., Any], *how: Any, key: str = _GPU
+) -> OpSpec:
+    spec = OpSpec(
+        name,
+        f"{_OPERANDS}{rest}) -> Tensor",
+        _reference,
+        linear.fake_scaled_mm,
+        _inputs(*how),
+        0.0,
+        _AS_GENERIC,
+    )
+    return _with_kernel(spec, kernel, key)
+
+
+_cpu_scaled_mm = _kernel("fp8pass.kernels.cpu", "scaled_mm")
+
+#: fp8pass's own product on a CPU; ``prepared`` is the weight copy made by :func:`fp8pass.prepare`.
+CPU_SCALED_MM = _product("cpu_scaled_mm", ", Tensor? prepared", _cpu_scaled_mm, None, key=_CPU)
+
+
+def _generic_on_cpu(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    act_key: str,
+    weight_key: str,
+    use_fast_accum: bool,
+    prepared: torch.Tensor | None,
+) -> torch.Tensor:
+    return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
+
+
+LIBRARY.impl(linear.SCALED_MM.name, _generic_on_cpu, _CPU)
+
+#: fp8pass's own product on a GPU; ``kind`` is ``"skinny"`` (few rows) or ``"general"``.
+TRITON_SCALED_MM = _product(
+    "triton_scaled_mm",
+    ", bool fast_accum, str kind",
+    _kernel("fp8pass.kernels.triton_gemm", "scaled_mm"),
+    False,
+    "skinny",
+)
+#: vLLM's CUTLASS product, where its library is loaded; it always accumulates in less than float32.
+VLLM_CUTLASS_SCALED_MM = _product(
+    "vllm_cutlass_scaled_mm", "", _kernel("fp8pass.lowerings.vllm_cutlass", "run_operator")
+)
+#: Several kernels by number of rows; see :mod:`fp8pass.lowerings.planned`.
+SCALED_MM_PLANNED = _product(
+    "scaled_mm_planned",
+    ", bool fast_accum, str plan",
+    _kernel("fp8pass.lowerings.planned", "run_planned"),
+    False,
+    "0-16=triton_skinny;17-=torch_row",
+)

@@ -1,0 +1,254 @@
+"""Triton kernels of ``fp8pass::silu_mul_quant``.
+
+- a given scale: one launch, element-wise over pieces of rows;
+- a scale per token: one launch, a row in the registers of one program;
+- a scale per tensor: a first launch writes the product and each program's largest value, a second
+  one quantises the product (:func:`fp8pass.kernels.triton_quantize.quantize_tensor`); it is half
+  the size of the two inputs, so that this moves no more than reading those again.
+"""
+# mypy: disable-error-code="no-untyped-def, assignment"
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from fp8pass.kernels import triton_launch as host
+from fp8pass.kernels.triton_limits import MAX_ROW, why_not_activation
+from fp8pass.kernels.triton_quantize import quantize_tensor
+from fp8pass.kernels.triton_rounding import NATIVE, larger, rounded, silu
+from fp8pass.kernels.triton_rows import (
+    amax_of,
+    begin,
+    load_chunks,
+    prepared,
+    scale_of,
+    store_chunks,
+    store_codes,
+)
+from fp8pass.ops.forms import ActForm, QuantForm
+from fp8pass.ops.library import nothing
+
+
+@triton.jit
+def _products(
+    gates,
+    ups,
+    SILU: tl.constexpr,
+    MID: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    OUT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):
+    """``silu(gate) * up`` with every rounding of its form, as float32."""
+    results = ()
+    for c in tl.static_range(CHUNKS):
+        value = rounded(silu(gates[c], SILU, NATIVE), MID, NATIVE)
+        value = rounded(rounded(value * ups[c], PRODUCT, NATIVE), OUT, NATIVE)
+        results = results + (value,)
+    return results
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _silu_rows(
+    gate_ptr,
+    up_ptr,
+    scale_ptr,
+    q_ptr,
+    y_ptr,
+    rows,
+    gate_pitch,
+    up_pitch,
+    SILU: tl.constexpr,
+    MID: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
+    FP8: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    APPLY: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """A scale for each row, and its codes."""
+    begin(OVERLAP)
+    index = tl.program_id(0)
+    while index < rows:
+        row = tl.cast(index, tl.int64)
+        ups = load_chunks(up_ptr + row * up_pitch, 0, CHUNKS, CHUNK, LIMIT, FIRST)
+        gates = load_chunks(gate_ptr + row * gate_pitch, 0, CHUNKS, CHUNK, LIMIT, FIRST)
+        results = _products(gates, ups, SILU, MID, PRODUCT, OUT, CHUNKS)
+        if y_ptr is not None:
+            store_chunks(y_ptr + row * WIDTH, results, 0, OUT, CHUNKS, CHUNK, LIMIT)
+        scale = scale_of(amax_of(results, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+        tl.store(scale_ptr + row, scale)
+        store_codes(
+            q_ptr + row * WIDTH, results, 0, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+            FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
+        )  # fmt: skip
+        index += tl.num_programs(0)
+
+
+@triton.jit(do_not_specialize=["pieces"])
+def _silu_pieces(
+    gate_ptr,
+    up_ptr,
+    scale_ptr,
+    q_ptr,
+    y_ptr,
+    partials_ptr,
+    pieces,
+    gate_pitch,
+    up_pitch,
+    SILU: tl.constexpr,
+    MID: tl.constexpr,
+    PRODUCT: tl.constexpr,
+    OUT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    LIMIT: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    FIRST: tl.constexpr,
+    FP8: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    APPLY: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_VALUE: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Codes for a given scale; with ``partials_ptr`` the first pass for one scale."""
+    begin(OVERLAP)
+    largest = tl.full((), 0.0, tl.float32)
+    piece = tl.program_id(0)
+    while piece < pieces:
+        row = tl.cast(piece // PER_ROW, tl.int64)
+        start = (piece % PER_ROW) * (CHUNKS * CHUNK)
+        if partials_ptr is None:
+            scale = tl.load(scale_ptr, volatile=FIRST)
+        ups = load_chunks(up_ptr + row * up_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
+        gates = load_chunks(gate_ptr + row * gate_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
+        results = _products(gates, ups, SILU, MID, PRODUCT, OUT, CHUNKS)
+        if y_ptr is not None:
+            store_chunks(y_ptr + row * WIDTH, results, start, OUT, CHUNKS, CHUNK, LIMIT)
+        if partials_ptr is not None:
+            largest = larger(largest, amax_of(results, CHUNKS))
+        else:
+            store_codes(
+                q_ptr + row * WIDTH, results, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+                FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
+            )  # fmt: skip
+        piece += tl.num_programs(0)
+    if partials_ptr is not None:
+        tl.store(partials_ptr + tl.program_id(0), largest)
+
+
+@cache
+def _act_constants(form: str, up_dtype: torch.dtype) -> dict[str, Any]:
+    act = ActForm.parse(form)
+    return {
+        "SILU": act.silu,
+        "MID": host.TL[act.mid],
+        "PRODUCT": host.TL[torch.promote_types(act.mid, up_dtype)],
+        "OUT": host.TL[act.out],
+    }
+
+
+def silu_mul_quant(
+    gate: torch.Tensor,
+    up: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: str,
+    quant_form: str,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``fp8pass::silu_mul_quant`` on a GPU, as :func:`fp8pass.ops.activation.silu_mul_quant`.
+
+    Args:
+        gate, up: ``[..., I]`` bf16, fp16 or fp32; rows may have any pitch, so that both may be
+            halves of one packed ``[..., 2 I]``.
+        scale: one float32 on the device of ``gate`` if ``quant_form`` is static, else None.
+        form, quant_form: texts of an :class:`ActForm` and a :class:`QuantForm`.
+        keep: return the product too.
+
+    Returns:
+        ``(q, scale_out, y)`` as the reference.
+
+    Raises:
+        UnsupportedError: a value that :mod:`fp8pass.kernels.triton_limits` refuses.
+        ValueError: the quantise is static and no scale is given, or the reverse.
+    """
+    width = host.width_of(gate)
+    host.check(why_not_activation(form, quant_form, width, gate.dtype, up.dtype), gate, up)
+    assert width is not None
+    act, quant = ActForm.parse(form), QuantForm.parse(quant_form)
+    host.check_scale(quant, scale, gate)
+    gates, rows, gate_pitch = host.rows_of(gate, width)
+    ups, _, up_pitch = host.rows_of(up, width)
+    constants = _act_constants(form, up.dtype)
+    device = gate.device
+    per_tensor = scale is None and quant.granularity == "tensor"
+
+    if per_tensor and (rows > 1 or width > MAX_ROW):
+        y = torch.empty(gate.shape, dtype=act.out, device=device)
+        shape = host.piece_shape(width, rows)
+        pieces = host.piece_constants(width, shape)
+        count = rows * pieces["PER_ROW"]
+        programs = min(count, shape.programs, host.PARTIALS)
+        partials = torch.empty((programs,), dtype=torch.float32, device=device)
+        host.launch(
+            _silu_pieces, programs, device,
+            gates, ups, None, None, y, partials, count, gate_pitch, up_pitch,
+            WIDTH=width, FIRST=shape.first, **constants, **pieces, **host.quant_constants(quant_form, True),
+        )  # fmt: skip
+        q, scale_out = quantize_tensor(y, width, quant_form, partials)
+        return q, scale_out, y if keep else nothing(y, y.dtype)
+
+    q = torch.empty(gate.shape, dtype=quant.dtype, device=device)
+    y = torch.empty(gate.shape if keep else (0,), dtype=act.out, device=device)
+    stored, kept = host.as_stored(q), y if keep else None
+    if scale is not None:
+        if rows:
+            shape = host.piece_shape(width, rows)
+            pieces = host.piece_constants(width, shape)
+            count = rows * pieces["PER_ROW"]
+            host.launch(
+                _silu_pieces, min(count, shape.programs), device,
+                gates, ups, scale, stored, kept, None, count, gate_pitch, up_pitch,
+                WIDTH=width, FIRST=shape.first, **constants, **pieces,
+                **host.quant_constants(quant_form, not scale.dim()),
+            )  # fmt: skip
+        return q, nothing(gate, torch.float32), y
+    one = () if per_tensor else (*gate.shape[:-1], 1)
+    scale_out = torch.empty(one, dtype=torch.float32, device=device)
+    if not rows:
+        return q, scale_out.fill_(host.scale_of_nothing(quant)), y
+    shape = host.row_shape(width, rows)
+    host.launch(
+        _silu_rows, min(rows, shape.programs), device,
+        gates, ups, scale_out, stored, kept, rows, gate_pitch, up_pitch,
+        FIRST=shape.first, **constants, **host.row_constants(width, shape),
+        **host.quant_constants(quant_form, not scale_out.dim()),
+    )  # fmt: skip
+    return q, scale_out, y

@@ -1,0 +1,101 @@
+"""Tile shapes of the Triton product by size, as measured on an H200: data, without Triton.
+
+No tuning happens at run time: a launch looks its tile up, by the kind, the number of rows rounded
+up to a bucket, N and K. A size that was not measured takes the tile of the nearest that was.
+
+To fill the table, run ``benchmarks/triton_gemm.py --sweep --json FILE`` on the device and
+``benchmarks/triton_gemm.py --table FILE``, which prints the lines between the two marks below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from math import log2
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How one launch cuts the product.
+
+    Attributes:
+        swap: weights on the wide side (M) of the tensor core instruction, activations on the
+            narrow one, which may be as small as 16.
+        bm, bn, bk: tile of rows, columns and depth.
+        warps, stages: warps of a program, depth of the software pipeline.
+        pack: depths beside each other on the wide side, for fewer than 64 columns of weights.
+        splits: programs that share the depth.
+        group: row tiles that are walked together, so that their weights are read once into L2.
+        prefetch: bytes of each weight row that are asked for before the activations are waited for.
+        overlap: let the launch overlap the one before and the one after it.
+    """
+
+    swap: bool
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+    pack: int = 1
+    splits: int = 1
+    group: int = 8
+    prefetch: int = 0
+    overlap: bool = True
+
+    @property
+    def shared_memory(self) -> int:
+        """Bytes of shared memory of the pipeline."""
+        return (self.bm + self.bn) * self.pack * self.bk * self.stages
+
+
+#: Rows are rounded up to one of these; more count as :data:`MANY`.
+BUCKETS = (16, 32, 64, 128, 256, 512)
+MANY = 1024
+
+#: (kind, bucket, N, K) -> Tile.
+_MEASURED: dict[tuple[str, int, int, int], Tile] = {
+    # begin measured
+    ("skinny", 16, 6144, 4096): Tile(True, 16, 64, 256, 4, 4),
+    ("skinny", 32, 6144, 4096): Tile(True, 32, 64, 256, 4, 4),
+    ("skinny", 64, 6144, 4096): Tile(True, 64, 64, 256, 4, 3),
+    ("general", 64, 6144, 4096): Tile(True, 64, 128, 128, 8, 4),
+    ("general", 128, 6144, 4096): Tile(True, 128, 64, 128, 4, 4),
+    ("general", 1024, 6144, 4096): Tile(False, 128, 128, 128, 8, 4),
+    # end measured
+}
+
+
+def measured() -> Mapping[tuple[str, int, int, int], Tile]:
+    """The table: (kind, bucket, N, K) to tile."""
+    return _MEASURED
+
+
+@lru_cache(maxsize=4096)
+def tile_for(kind: str, rows: int, n: int, k: int) -> Tile:
+    """The tile for a product with ``rows`` rows, which is one of :func:`bucket`'s values.
+
+    The bucket measured must be no smaller (for ``skinny``, one tile has to hold all rows), then
+    the nearest N and K on a logarithmic scale win.
+
+    Raises:
+        ValueError: an unknown kind, or more rows than the kind takes.
+    """
+    known = [entry for entry in _MEASURED if entry[0] == kind and entry[1] >= rows]
+    if not known:
+        raise ValueError(f"no tile of kind {kind!r} for {rows} rows")
+
+    def distance(entry: tuple[str, int, int, int]) -> tuple[int, float]:
+        _, measured, n_measured, k_measured = entry
+        ratios = (max(n, 1) / n_measured, max(k, 1) / k_measured)
+        return measured, sum(abs(log2(ratio)) for ratio in ratios)
+
+    return _MEASURED[min(known, key=distance)]
+
+
+def bucket(m: int) -> int:
+    """The number of rows that decides about the tile: ``m`` rounded up to a bucket."""
+    for most in BUCKETS:
+        if m <= most:
+            return most
+    return MANY

@@ -1,0 +1,132 @@
+"""What the Triton producer kernels take, as pure predicates: no Triton, no device, only values.
+
+Each answers None ("takes it") or one phrase that names the failing value, which the report prints
+after "does not take". The kernels ask the same predicates before they launch, so that an operator
+called by hand is refused with the same words.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from fp8pass.errors import OptionError
+from fp8pass.ops.forms import MODEL_DTYPES, ActForm, NormForm, QuantForm
+
+#: fp8 dtypes that the casts of NVIDIA GPUs produce.
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: A row that has to be seen twice (for its sum of squares, or its largest value) is kept in the
+#: registers of one program: 16 warps of 64 values a thread.
+MAX_ROW = 32768
+#: Element-wise kernels index columns with 32 bits.
+MAX_WIDTH = 2**31 - 2**16
+
+
+def _why_not_dtype(name: str, dtype: torch.dtype) -> str | None:
+    return None if dtype in MODEL_DTYPES else f"{name} of {dtype}"
+
+
+def _exact(value: float, dtype: torch.dtype) -> bool:
+    return torch.tensor(value, dtype=dtype).item() == value
+
+
+def _why_not_quant(form: QuantForm) -> str | None:
+    if form.dtype not in CODES:
+        return f"codes of {form.dtype}: the GPU's casts make {CODES[0]} and {CODES[1]}"
+    if form.static and form.granularity == "token":
+        return "a given scale per token"
+    if form.scale == "div" and form.qmax == 0.0:
+        return "a division by the constant 0"
+    top = float(torch.finfo(form.dtype).max)
+    if not -top <= form.lo <= form.hi <= top:
+        return f"clamp bounds [{form.lo}, {form.hi}] that {form.dtype} cannot hold"
+    for bound in (form.lo, form.hi):
+        # Both are compared in the dtype of the division, where torch first rounds them.
+        if not _exact(bound, form.compute):
+            return f"the clamp bound {bound}, which {form.compute} rounds"
+    return None
+
+
+def _why_not_width(width: int | None, limit: int) -> str | None:
+    if width is None:
+        return "a width that is not known when compiling"
+    if width < 1:
+        return f"rows of {width} values"
+    if width > limit:
+        return f"rows of {width} values (at most {limit})"
+    return None
+
+
+@cache
+def why_not_norm(
+    form: str,
+    quant_form: str,
+    width: int | None,
+    x_dtype: torch.dtype,
+    residual_dtype: torch.dtype | None,
+    weight_dtype: torch.dtype | None,
+) -> str | None:
+    """Why the kernels for ``rms_norm_quant`` and ``add_rms_norm_quant`` refuse a site.
+
+    Args:
+        form, quant_form: texts of its :class:`NormForm` and :class:`QuantForm`.
+        width: size of the last dim, None where symbolic.
+        x_dtype, residual_dtype, weight_dtype: dtypes of the operands, None for a missing one.
+
+    Returns:
+        None, or one phrase naming the failing value.
+    """
+    try:
+        norm, quant = NormForm.parse(form), QuantForm.parse(quant_form)
+    except OptionError as error:
+        return str(error)
+    if (norm.weight == "none") != (weight_dtype is None):
+        return f"the form {form} {'without' if weight_dtype is None else 'with'} a weight"
+    dtypes = {"an input": x_dtype, "a residual": residual_dtype, "a weight": weight_dtype}
+    for name, dtype in dtypes.items():
+        if dtype is not None and (why := _why_not_dtype(name, dtype)):
+            return why
+    return _why_not_width(width, MAX_ROW) or _why_not_quant(quant)
+
+
+@cache
+def why_not_activation(
+    form: str,
+    quant_form: str,
+    width: int | None,
+    gate_dtype: torch.dtype,
+    up_dtype: torch.dtype,
+) -> str | None:
+    """Why the kernels for ``silu_mul_quant`` refuse a site; as :func:`why_not_norm`.
+
+    Only a scale per token needs a whole row in one program; the others take any width.
+    """
+    try:
+        ActForm.parse(form)
+        quant = QuantForm.parse(quant_form)
+    except OptionError as error:
+        return str(error)
+    for name, dtype in (("a gate", gate_dtype), ("an input", up_dtype)):
+        if why := _why_not_dtype(name, dtype):
+            return why
+    return _why_not_width(width, _longest(quant)) or _why_not_quant(quant)
+
+
+@cache
+def why_not_quantize(quant_form: str, width: int | None, x_dtype: torch.dtype) -> str | None:
+    """Why the kernels for ``quantize`` refuse a site; as :func:`why_not_activation`."""
+    try:
+        quant = QuantForm.parse(quant_form)
+    except OptionError as error:
+        return str(error)
+    return (
+        _why_not_dtype("an input", x_dtype)
+        or _why_not_width(width, _longest(quant))
+        or _why_not_quant(quant)
+    )
+
+
+def _longest(quant: QuantForm) -> int:
+    whole_rows = not quant.static and quant.granularity == "token"
+    return MAX_ROW if whole_rows else MAX_WIDTH

@@ -1,0 +1,79 @@
+"""A plan over several ranges of M: one operator that branches on the number of rows.
+
+``fp8pass::scaled_mm_planned(…, "0-64=triton_skinny;65-=torch_row")``. The plan is an argument in
+the graph, so it survives a hit in Inductor's cache; it is parsed once per process, and the branch
+is taken on the host by ``a.shape[0]``: no guard, no graph break, and under CUDA graphs each
+captured size freezes its branch.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+from torch import fx
+
+from fp8pass.errors import OptionError
+from fp8pass.lowerings.choice import Choice
+from fp8pass.lowerings.emit import call
+from fp8pass.lowerings.registry import EmitSite, Run, find
+from fp8pass.problem import MRange
+
+
+def emit_planned(graph: fx.Graph, site: EmitSite, choice: Choice) -> fx.Node:
+    """Insert the operator for a choice with more than one range."""
+    import fp8pass.ops  # noqa: F401  (registers the operator)
+
+    args = (
+        site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, site.fast_accum,
+        choice.text,
+    )  # fmt: skip
+    return call(graph, torch.ops.fp8pass.scaled_mm_planned.default, args, val=site.val)
+
+
+@lru_cache(maxsize=1024)
+def parse_plan(plan: str) -> tuple[tuple[MRange, str, Run], ...]:
+    """The parts of a plan with the kernels as callables.
+
+    Raises:
+        OptionError: a part that is not ``range=kernel``, an unknown kernel, one that cannot be part
+            of a plan, or ranges that leave a gap.
+    """
+    parts: list[tuple[MRange, str, Run]] = []
+    for text in plan.split(";"):
+        span, equals, name = text.partition("=")
+        try:
+            m = MRange.parse(span)
+        except ValueError:
+            m = None
+        if m is None or not equals:
+            raise OptionError(f"plan {plan!r} has a part {text!r} that is not range=kernel")
+        kernel = find(name)
+        if kernel.run is None:
+            raise OptionError(f"kernel {name!r} of plan {plan!r} is not one call")
+        if parts and parts[-1][0].hi != m.lo - 1:
+            raise OptionError(f"plan {plan!r} leaves a gap before {m}")
+        parts.append((m, name, kernel.run))
+    return tuple(parts)
+
+
+def run_planned(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    plan: str,
+) -> torch.Tensor:
+    """Run the part of ``plan`` that ``a`` has rows for; the last part for more rows than planned,
+    the first for fewer (0 and 1, which a symbolic size excludes, may still come)."""
+    rows = a.shape[0]
+    parts = parse_plan(plan)
+    run = parts[-1][2]
+    for m, _, candidate in parts:
+        if m.hi is not None and rows <= m.hi:
+            run = candidate
+            break
+    return run(a, b, scale_a, scale_b, bias, out_dtype, fast_accum)

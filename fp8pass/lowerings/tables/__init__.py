@@ -1,0 +1,123 @@
+"""Measured orders of kernels, one JSON file for each architecture that was measured.
+
+A file says where and how it was measured and lists entries: for scales of this granularity, N, K
+and M in these ranges, the kernels from the fastest on. An entry names only kernels that were
+measured; others come after them by static priority. Reading a table executes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.target import Target
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a table.
+
+    Attributes:
+        activation, weight: granularities, as in the quantisation keys.
+        m, n, k: ranges, both ends included, in which the order was seen.
+        order: kernel names, the fastest first.
+        fast_accum: whether the source must allow reduced accumulation, must not, or None = either.
+    """
+
+    activation: str
+    weight: str
+    m: MRange
+    n: MRange
+    k: MRange
+    order: tuple[str, ...]
+    fast_accum: bool | None = None
+
+    def matches(self, problem: ScaledMMProblem) -> bool:
+        """Whether the entry is about this product, its number of rows apart."""
+        if (self.activation, self.weight) != (
+            problem.activation.granularity,
+            problem.weight.granularity,
+        ):
+            return False
+        if self.fast_accum is not None and self.fast_accum != problem.use_fast_accum:
+            return False
+        if problem.n is None or problem.k is None:
+            return False
+        return self.n.covers(MRange(problem.n, problem.n)) and self.k.covers(
+            MRange(problem.k, problem.k)
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Table:
+    """The entries for one architecture; the first that matches counts. Compared by identity."""
+
+    entries: tuple[Entry, ...] = ()
+    provenance: str = ""
+
+    def starts(self, problem: ScaledMMProblem) -> tuple[int, ...]:
+        """The numbers of rows at which an answer for this product may change."""
+        found = []
+        for entry in self.entries:
+            if entry.matches(problem):
+                found.append(entry.m.lo)
+                if entry.m.hi is not None:
+                    found.append(entry.m.hi + 1)
+        return tuple(found)
+
+    def order(self, problem: ScaledMMProblem) -> tuple[str, ...]:
+        """Kernel names for a part of the range that :meth:`starts` has cut."""
+        for entry in self.entries:
+            if entry.matches(problem) and entry.m.covers(problem.m):
+                return entry.order
+        return ()
+
+
+EMPTY = Table()
+
+
+def table_for(target: Target) -> Table:
+    """The table of the target's architecture; an empty one where nothing was measured."""
+    return _load(target.arch)
+
+
+def files() -> list[Path]:
+    """The shipped tables."""
+    return sorted(Path(__file__).parent.glob("*.json"))
+
+
+@lru_cache(maxsize=64)
+def _load(arch: str) -> Table:
+    for file in files():
+        if file.stem == arch:
+            return parse(file.read_text(encoding="utf-8"))
+    return EMPTY
+
+
+def parse(text: str) -> Table:
+    """A table from its JSON.
+
+    Raises:
+        ValueError: another schema version, an unknown field or a bad range.
+    """
+    data = json.loads(text)
+    if data.get("schema") != SCHEMA:
+        raise ValueError(f"table has schema {data.get('schema')!r}, this version reads {SCHEMA}")
+    entries = []
+    for item in data["entries"]:
+        unknown = set(item) - {"activation", "weight", "m", "n", "k", "order", "fast_accum"}
+        if unknown:
+            raise ValueError(f"table entry has an unknown field {sorted(unknown)[0]!r}")
+        m, n, k = (MRange.parse(item.get(name, "0-")) for name in ("m", "n", "k"))
+        entries.append(
+            Entry(
+                item["activation"], item["weight"], m, n, k, tuple(item["order"]),
+                item.get("fast_accum"),
+            )
+        )  # fmt: skip
+    return Table(tuple(entries), str(data.get("provenance", "")))

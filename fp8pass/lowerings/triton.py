@@ -1,0 +1,155 @@
+"""fp8pass's own Triton kernels: ``triton`` for producers, ``triton_skinny`` and ``triton_general``.
+
+Triton comes with torch's builds for GPUs, so naming an architecture implies it; a machine where it
+is missing is detected as such. The limits of each kernel are read from pure predicates beside the
+kernels, without importing Triton.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import fx
+
+from fp8pass.kernels.triton_gemm_limits import CODES, SKINNY_ROWS, why_not_gemm
+from fp8pass.kernels.triton_limits import why_not_activation, why_not_norm, why_not_quantize
+from fp8pass.lowerings import conditions as need
+from fp8pass.lowerings.emit import call
+from fp8pass.lowerings.producers import ProducerKernel, ProducerProblem, register_producer
+from fp8pass.lowerings.registry import EmitSite, Kernel, register
+from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.reasons import YES, Verdict, no
+from fp8pass.target import NO_TRITON, Target
+
+#: fp8 casts in Triton exist from sm89 on; plain element-wise and row-wise code, nothing more.
+_PRODUCER_ARCHITECTURES = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
+#: The products' tile shapes are for the tensor cores and the shared memory of Hopper.
+_GEMM_ARCHITECTURES = ("sm90",)
+
+
+def _with_triton(kernel: str, target: Target, architectures: tuple[str, ...]) -> Verdict:
+    if NO_TRITON in target.features:
+        return no("FP8-L011", kernel=kernel, wants="Triton", target=f"{target.spec} without it")
+    return need.architecture(kernel, target, architectures)
+
+
+# ---- producers ----------------------------------------------------------------------------------
+
+
+def _takes_producer(target: Target, problem: ProducerProblem) -> Verdict:
+    dtypes = problem.dtypes
+    if problem.op == "rms_norm_quant":
+        x, weight = dtypes
+        why = why_not_norm(problem.form, problem.quant_form, problem.width, x, None, weight)
+    elif problem.op == "add_rms_norm_quant":
+        x, residual, weight = dtypes
+        why = why_not_norm(problem.form, problem.quant_form, problem.width, x, residual, weight)
+    elif problem.op == "silu_mul_quant":
+        why = why_not_activation(problem.form, problem.quant_form, problem.width, *dtypes)
+    elif problem.op == "quantize":
+        why = why_not_quantize(problem.quant_form, problem.width, *dtypes)
+    else:
+        why = f"the operator {problem.op}"
+    return YES if why is None else no("FP8-L017", kernel="triton", what=why)
+
+
+def _operator(op: str) -> torch._ops.OpOverload:
+    import fp8pass.ops  # noqa: F401  (registers the operators)
+
+    overload: torch._ops.OpOverload = getattr(torch.ops.fp8pass, f"triton_{op}").default
+    return overload
+
+
+TRITON = register_producer(
+    ProducerKernel(
+        name="triton",
+        summary="own Triton kernel: producer and quantise in one launch",
+        kinds=frozenset({"cuda"}),
+        requirements=lambda target: _with_triton("triton", target, _PRODUCER_ARCHITECTURES),
+        can_implement=_takes_producer,
+        replaces=_operator,
+        provenance="tested on sm90; other architectures not run on hardware",
+    )
+)
+
+
+# ---- products -----------------------------------------------------------------------------------
+
+
+def _takes(kind: str, target: Target, problem: ScaledMMProblem) -> Verdict:
+    kernel = f"triton_{kind}"
+    return need.all_of(
+        lambda: need.granularity(kernel, problem, need.OUTER_PRODUCTS),
+        lambda: need.plain_scales(kernel, problem),
+        lambda: need.fp8_operands(kernel, problem, CODES, CODES, both_e5m2=True),
+        lambda: need.out_dtype(kernel, problem, need.MODEL_DTYPES),
+        lambda: need.bias_dtype(kernel, problem, need.MODEL_DTYPES),
+        lambda: need.layouts(kernel, problem),
+        lambda: _limits(kind, problem),
+    )
+
+
+def _limits(kind: str, problem: ScaledMMProblem) -> Verdict:
+    # how many rows it takes is the kernel's range, of which a site may use a part
+    rows = SKINNY_ROWS if kind == "skinny" else None
+    why = why_not_gemm(
+        kind, rows, problem.n, problem.k, problem.activation.dtype, problem.weight.dtype,
+        problem.out_dtype, problem.bias,
+    )  # fmt: skip
+    return YES if why is None else no("FP8-L017", kernel=f"triton_{kind}", what=why)
+
+
+def _emit(graph: fx.Graph, site: EmitSite, *, kind: str) -> fx.Node:
+    import fp8pass.ops  # noqa: F401  (registers the operator)
+
+    args = (
+        site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, site.fast_accum,
+        kind,
+    )  # fmt: skip
+    return call(graph, torch.ops.fp8pass.triton_scaled_mm.default, args, val=site.val)
+
+
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    *,
+    kind: str,
+) -> torch.Tensor:
+    from fp8pass.kernels.triton_gemm import scaled_mm
+
+    return scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, kind)
+
+
+def _gemm(kind: str, rows: MRange, summary: str, priority: int) -> Kernel:
+    name = f"triton_{kind}"
+    return register(
+        Kernel(
+            name=name,
+            summary=summary,
+            kinds=frozenset({"cuda"}),
+            requirements=lambda target: _with_triton(name, target, _GEMM_ARCHITECTURES),
+            can_implement=partial(_takes, kind),
+            priority=lambda target, problem: priority,
+            emit=partial(_emit, kind=kind),
+            provenance="tested on sm90",
+            rows=rows,
+            run=partial(_run, kind=kind),
+        )
+    )
+
+
+#: Before torch's row-wise product by static priority (at few rows the latter is 1.1 to 4 times
+#: slower on an H200), behind its per-tensor one.
+TRITON_SKINNY = _gemm(
+    "skinny",
+    MRange(0, SKINNY_ROWS),
+    "own Triton product for few rows: weight tiles on the wide side of the tensor cores",
+    35,
+)
+TRITON_GENERAL = _gemm("general", MRange(), "own Triton product for any number of rows", 45)

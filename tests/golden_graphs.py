@@ -1,0 +1,254 @@
+"""Small models whose graphs are kept as golden texts, and how such a graph is judged.
+
+The same models are compiled on real devices by the scripts in ``tests/gpu``, which record what they
+saw; sizes are multiples of 16, so that every kernel may take them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import graphs
+import models
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from fp8pass.absent_device import absent_device
+from fp8pass.crossing import TargetGraph, TargetGraphs, graphs_for
+from fp8pass.preparation import prepare
+from fp8pass.target import HOST
+
+WIDTH = models.WIDTH
+ROWS = 5
+
+
+class Packed(nn.Module):
+    """A decoder layer with q, k, v in one linear and gate, up in another, as vLLM stores them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.input_norm, self.mlp_norm = models.Norm(WIDTH), models.Norm(WIDTH)
+        self.qkv_proj = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.o_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.gate_up_proj = nn.Linear(WIDTH, 4 * WIDTH, bias=False)
+        self.down_proj = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(self.input_norm(x)).split((WIDTH, WIDTH // 2, WIDTH // 2), -1)
+        x = x + self.o_proj(torch.sigmoid(q) * torch.cat((k, v), -1))
+        gate, up = self.gate_up_proj(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class Biased(models.Block):
+    """A decoder layer whose linears all have a bias."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, linear in list(self.named_children()):
+            if isinstance(linear, nn.Linear):
+                setattr(self, name, nn.Linear(linear.in_features, linear.out_features, bias=True))
+
+
+class StaticFnuz(nn.Module):
+    """A norm and a linear in the fp8 of MI300, static and per-tensor, as one writes it by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        fp8 = torch.float8_e4m3fnuz
+        self.norm = models.Norm(WIDTH).to(torch.bfloat16)
+        self.register_buffer("weight", torch.randn(32, WIDTH).to(fp8))
+        self.register_buffer("weight_scale", torch.tensor(0.02))
+        self.register_buffer("input_scale", torch.tensor(0.015))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x).float() / self.input_scale
+        q = h.clamp(-240.0, 240.0).to(self.weight.dtype)
+        return torch._scaled_mm(
+            q, self.weight.t(), self.input_scale, self.weight_scale, out_dtype=x.dtype
+        )
+
+
+@dataclass(frozen=True)
+class GoldenModel:
+    """A model and how it is compiled.
+
+    Attributes:
+        recipe: None = it is in FP8 as it is.
+        dynamic: whether the number of rows is open.
+        dtype: of the model.
+        prepared: with the copies of :func:`fp8pass.prepare` for the host.
+        options: of the pass.
+    """
+
+    kind: type[nn.Module]
+    recipe: str | None
+    dynamic: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    prepared: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def build(self) -> nn.Module:
+        if self.recipe is not None:
+            model: nn.Module = models.build(self.kind, self.recipe).to(self.dtype)
+            if self.prepared:
+                prepare(model, HOST)
+            return model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return self.kind().eval()
+
+    def inputs(self) -> Tensor:
+        return models.rows(ROWS).to(self.dtype)
+
+
+MODELS = {
+    "block-dynamic": GoldenModel(models.Block, "dynamic"),
+    "block-dynamic-any-m": GoldenModel(models.Block, "dynamic", dynamic=True),
+    "block-static": GoldenModel(models.Block, "static"),
+    "block-static-any-m": GoldenModel(models.Block, "static", dynamic=True),
+    "block-dynamic-tensor": GoldenModel(models.Block, "dynamic_tensor"),
+    "packed-dynamic": GoldenModel(Packed, "dynamic"),
+    "packed-static-any-m": GoldenModel(Packed, "static", dynamic=True),
+    "biased-dynamic-any-m": GoldenModel(Biased, "dynamic", dynamic=True),
+    "biased-static": GoldenModel(Biased, "static"),
+    "block-dynamic-general": GoldenModel(
+        models.Block, "dynamic", options={"prefer": "triton_general"}
+    ),
+    "half-dynamic": GoldenModel(models.Block, "dynamic", dtype=torch.float16),
+    "block-prepared": GoldenModel(models.Block, "dynamic", prepared=True),
+    "static-fnuz": GoldenModel(StaticFnuz, None),
+}
+#: Both recipes, any M, packed, biased: enough where no kernel is the target's own.
+_SOME = ("block-dynamic", "block-static-any-m", "packed-dynamic", "biased-static")
+_NOT_FOR_SM90 = ("static-fnuz", "block-prepared")
+#: target -> names of the models that are traced for it
+CASES: dict[str, tuple[str, ...]] = {
+    "sm90": tuple(name for name in MODELS if name not in _NOT_FOR_SM90),
+    "sm90+vllm": ("block-dynamic", "block-dynamic-any-m", "block-static", "biased-static"),
+    "sm89": _SOME,
+    "sm100": (*_SOME, "half-dynamic"),
+    "sm120": _SOME,
+    "gfx942": ("block-dynamic", "static-fnuz"),
+    "gfx950": _SOME,
+    "xpu-bmg": ("block-dynamic", "block-static-any-m"),
+    "x86-amx": (*_SOME, "block-prepared"),
+    "cpu": _SOME,
+}
+#: target -> options of the pass. vLLM's product accumulates in less than float32, which only
+#: ``fast`` allows, and others come before it where they were measured to be faster.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "sm90+vllm": {"numerics": "fast", "prefer": "vllm_cutlass"},
+}
+
+
+@cache
+def built(name: str) -> nn.Module:
+    """A model by name; never altered."""
+    return MODELS[name].build()
+
+
+@cache
+def found(target: str, name: str) -> TargetGraphs:
+    """The graphs of a model for a target; traced once."""
+    dynamic = [0] if MODELS[name].dynamic else None
+    model, x = MODELS[name], MODELS[name].inputs()
+    options = {**model.options, **OPTIONS.get(target, {})}
+    return graphs_for(built(name), x, target=target, dynamic=dynamic, **options)
+
+
+def golden_text(result: TargetGraphs) -> str:
+    """What is kept: the graph after fp8pass, and one line per site."""
+    lines = [result.graph.text(), "", "sites"]
+    for site in result.report.sites:
+        where = re.sub(r" ?\S+\.py:\d+$", "", site.where)  # a line moves with every edit
+        words = [site.kind, site.status, site.rule or site.code, site.kernel, site.plan, where]
+        lines.append("  " + "  ".join(word for word in words if word))
+    return f"torch {torch_version()}\n" + "\n".join(lines)
+
+
+def torch_version() -> str:
+    """Major and minor version: graphs may differ between these."""
+    return ".".join(torch.__version__.split(".")[:2])
+
+
+# ---- judging a graph -----------------------------------------------------------------------------
+
+
+def check_fakes(graph: TargetGraph, device_type: str) -> None:
+    """Each call, run by itself on fake tensors, gives what the graph says, and adds no guard."""
+    module = graph.after
+    with absent_device(device_type):
+        for node in module.graph.nodes:
+            if node.op != "call_function":
+                continue
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+            value = next(_tensors((node.meta["val"], args)), None)
+            if value is None:
+                continue
+            env = value.fake_mode.shape_env
+            guards = len(env.guards) if env is not None else 0
+            with value.fake_mode:
+                again = node.target(*args, **kwargs)
+            assert _facts(again) == _facts(node.meta["val"]), node.format_node()
+            assert (len(env.guards) if env is not None else 0) == guards, node.format_node()
+
+
+def _tensors(value: Any) -> Iterator[Any]:
+    leaves, _ = torch.utils._pytree.tree_flatten(value)
+    return (leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _facts(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return (value.dtype, str(tuple(value.shape)), str(tuple(value.stride())), value.device)
+    if isinstance(value, (tuple, list)):
+        return [_facts(item) for item in value]
+    return str(value)
+
+
+class OnHost(graphs.Reference):
+    """Runs a graph of any device on this machine: fp8pass's operators by their references, and
+    ``_scaled_mm`` by what it means, since not every torch has every form of it on a CPU."""
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if target is torch.ops.aten._scaled_mm.default:
+            return scaled_mm(*args, **kwargs)
+        kwargs = {k: HOST if isinstance(v, torch.device) else v for k, v in kwargs.items()}
+        return super().call_function(target, args, kwargs)
+
+
+def scaled_mm(
+    a: Tensor,
+    b: Tensor,
+    scale_a: Tensor,
+    scale_b: Tensor,
+    bias: Tensor | None = None,
+    scale_result: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    use_fast_accum: bool = False,
+) -> Tensor:
+    """``aten._scaled_mm`` in float32, rounded once; its scales after the product."""
+    assert scale_result is None and out_dtype is not None
+    value = torch.mm(a.float(), b.float()) * scale_a * scale_b
+    return (value if bias is None else value + bias.float()).to(out_dtype)
+
+
+def values_of(graph: TargetGraph, model: nn.Module, x: Tensor) -> list[Any]:
+    """The graph's inputs as real values."""
+    named: dict[str, Any] = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    named |= {"x": x, "x.size()[0]": x.shape[0]}
+    placeholders = graph.after.graph.find_nodes(op="placeholder")
+    return [named[graph.inputs[node.name]] for node in placeholders]
+
+
+def interpreted(module: fx.GraphModule, inputs: list[Any]) -> tuple[Any, ...]:
+    """The results of a graph on real tensors."""
+    with torch.no_grad():
+        result = OnHost(module).run(*inputs)
+    return tuple(result) if isinstance(result, (tuple, list)) else (result,)
