@@ -20,7 +20,7 @@ import triton.language as tl
 from fp8pass.kernels import triton_launch as host
 from fp8pass.kernels.triton_limits import MAX_ROW, why_not_activation
 from fp8pass.kernels.triton_quantize import quantize_tensor
-from fp8pass.kernels.triton_rounding import NATIVE, larger, rounded, silu
+from fp8pass.kernels.triton_rounding import NATIVE, larger, rounded, rounded_pairs, silu
 from fp8pass.kernels.triton_rows import (
     amax_of,
     begin,
@@ -48,7 +48,9 @@ def _products(
     results = ()
     for c in tl.static_range(CHUNKS):
         value = rounded(silu(gates[c], SILU, NATIVE), MID, NATIVE)
-        value = rounded(rounded(value * ups[c], PRODUCT, NATIVE), OUT, NATIVE)
+        value = rounded(value * ups[c], PRODUCT, NATIVE)
+        if OUT != PRODUCT:
+            value = rounded_pairs(value, OUT, NATIVE)
         results = results + (value,)
     return results
 
@@ -210,7 +212,7 @@ def silu_mul_quant(
     device = gate.device
     per_tensor = scale is None and quant.granularity == "tensor"
 
-    if per_tensor and (rows > 1 or width > MAX_ROW):
+    if per_tensor and rows and (rows > 1 or width > MAX_ROW):
         y = torch.empty(gate.shape, dtype=act.out, device=device)
         shape = host.piece_shape(width, rows)
         pieces = host.piece_constants(width, shape)
@@ -220,7 +222,8 @@ def silu_mul_quant(
         host.launch(
             _silu_pieces, programs, device,
             gates, ups, None, None, y, partials, count, gate_pitch, up_pitch,
-            WIDTH=width, FIRST=shape.first, **constants, **pieces, **host.quant_constants(quant_form, True),
+            WIDTH=width, FIRST=shape.first, **constants, **pieces,
+            **host.quant_constants(quant_form, True),
         )  # fmt: skip
         q, scale_out = quantize_tensor(y, width, quant_form, partials)
         return q, scale_out, y if keep else nothing(y, y.dtype)

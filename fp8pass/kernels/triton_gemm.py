@@ -19,11 +19,11 @@ may start before this one has ended, and this one starts before the one ahead ha
 ``griddepcontrol.wait`` it reads no operand: a prefetch into L2, where all writes go, has no effect
 on what is read later, even if the kernel ahead is still writing the weights.
 
-*Accumulation.* The fp8 instructions of Hopper align 32 products and the sum so far to the largest of
-them and keep 13 bits behind its leading one ("DeepSeek-V3 Technical Report", 2024, section 3.5.2).
-Unless the source allows that for the whole depth, what they have accumulated over 128 products is
-added to a float32 sum, as CUTLASS does by default; where no sign cancels, 128 products lose up to
-2^-10 of their sum in that model of the hardware, 256 three times as much.
+*Accumulation.* The fp8 instructions of Hopper align 32 products and the sum so far to the largest
+of them and keep 13 bits behind its leading one ("DeepSeek-V3 Technical Report", 2024, section
+3.5.2). Unless the source allows that for the whole depth, what they have accumulated over 128
+products is added to a float32 sum, as CUTLASS does by default: where no sign cancels, 128 products
+lose up to 2^-10 of their sum in that model of the hardware, and 256 three times as much.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
