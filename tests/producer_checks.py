@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-#: One step of the model dtypes, relative.
-STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-22}
+#: One step of the model dtypes, relative; of float32 as much as the order of a sum makes.
+STEP = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-20}
 #: The smallest number that still has all its bits: below it, steps have a fixed size.
 NORMAL = {torch.bfloat16: 2.0**-126, torch.float16: 2.0**-14, torch.float32: 2.0**-126}
 
@@ -57,7 +57,7 @@ def assert_exact(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], **sa
 
     moved = differing(*scale, 1e-6, 0.0)
     assert int(moved.sum()) <= scale[1].numel() // 1000, (say, scale[0][moved], scale[1][moved])
-    assert not differing(*scale, STEP[model] * 1.01, 0.0).any(), say
+    assert not differing(*scale, 2 * STEP[model] * 1.01, 0.0).any(), say
 
     steps = code_steps(*q)
     assert int(steps.max() if steps.numel() else 0) <= 1, (say, int((steps > 1).sum()))
@@ -70,7 +70,8 @@ def assert_exact(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], **sa
         off = differing(y, y_wanted, 2.0**-22, NORMAL[model])
         if model != torch.float32:
             assert int(off.sum()) <= few, (say, int(off.sum()))
-        assert not differing(y, y_wanted, STEP[model] * 1.01, NORMAL[model]).any(), say
+        # two roundings in a row (of SiLU or the norm, then of the product) may both go elsewhere
+        assert not differing(y, y_wanted, 2 * STEP[model] * 1.01, NORMAL[model]).any(), say
     if len(rest) > 1:
         total, total_wanted = rest[1]
         assert torch.equal(total.isnan(), total_wanted.isnan()), say

@@ -37,6 +37,7 @@ import triton
 import triton.language as tl
 
 from fp8pass.errors import UnsupportedError
+from fp8pass.kernels.triton_dispatch import Launcher
 from fp8pass.kernels.triton_gemm_limits import why_not_gemm
 from fp8pass.kernels.triton_gemm_tiles import Tile, bucket, tile_for
 from fp8pass.kernels.triton_rounding import NATIVE, narrow, plus, widen
@@ -210,10 +211,11 @@ def _combine_kernel(
 
 
 class Plan(NamedTuple):
-    """The constants of a launch: of the product, and of the kernel that adds up its splits."""
+    """The launches of a tile: the product, and the kernel that adds up its splits."""
 
-    product: dict[str, Any]
-    combine: dict[str, Any] | None
+    product: Launcher
+    combine: Launcher | None
+    block: int = 0
 
 
 @lru_cache(maxsize=4096)
@@ -241,12 +243,12 @@ def _plan(tile: Tile, n: int, k: int, rows: bool, columns: bool, bias: bool, fas
         **launch,
     }
     if tile.splits == 1:
-        return Plan(product, None)
+        return Plan(Launcher(_product_kernel, product), None)
     # the sums need no scales
     product.update(ROWS=False, COLUMNS=False, BIAS=False)
     block = min(_COMBINED, max(32, 1 << (n - 1).bit_length()))
     combine = {**flags, "SPLITS": tile.splits, "BLOCK": block, "num_warps": 4, **launch}
-    return Plan(product, combine)
+    return Plan(Launcher(_product_kernel, product), Launcher(_combine_kernel, combine), block)
 
 
 @lru_cache(maxsize=1024)
@@ -344,17 +346,13 @@ def _launch(
     plan = _plan(tile, n, k, rows, columns, bias is not None, fast_accum)
     tiles = -(-m // tile.bm) * -(-n // tile.bn)
     if plan.combine is None:
-        _product_kernel[(tiles,)](
-            a, weight, scale_a, scale_b, offset, out, m, n, k, a_pitch, pitch, **plan.product
-        )
+        plan.product(tiles, a, weight, scale_a, scale_b, offset, out, m, n, k, a_pitch, pitch)
         return
     sums = torch.empty((tile.splits, m, n), dtype=torch.float32, device=out.device)
-    _product_kernel[(tiles * tile.splits,)](
-        a, weight, scale_a, scale_b, offset, sums, m, n, k, a_pitch, pitch, **plan.product
-    )
-    _combine_kernel[(m * -(-n // plan.combine["BLOCK"]),)](
-        sums, scale_a, scale_b, offset, out, m, n, **plan.combine
-    )
+    programs = tiles * tile.splits
+    plan.product(programs, a, weight, scale_a, scale_b, offset, sums, m, n, k, a_pitch, pitch)
+    programs = m * -(-n // plan.block)
+    plan.combine(programs, sums, scale_a, scale_b, offset, out, m, n)
 
 
 def _rows(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:

@@ -17,6 +17,7 @@ import torch
 import triton.language as tl
 
 from fp8pass.errors import UnsupportedError
+from fp8pass.kernels.triton_dispatch import launcher
 from fp8pass.kernels.triton_rounding import NATIVE
 from fp8pass.ops.forms import QuantForm
 
@@ -289,8 +290,9 @@ def launch_options(index: int | None) -> dict[str, Any]:
 def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Run ``programs`` programs on the current stream of ``device``."""
     index = device.index
+    found = launcher(kernel, **constants, **launch_options(index))
     if index is None or index == torch.cuda.current_device():
-        kernel[(programs,)](*args, **constants, **launch_options(index))
+        found(programs, *args)
     else:
         with torch.cuda.device(index):
-            kernel[(programs,)](*args, **constants, **launch_options(index))
+            found(programs, *args)

@@ -144,12 +144,13 @@ def _gemm(kind: str, rows: MRange, summary: str, priority: int) -> Kernel:
     )
 
 
-#: Before torch's row-wise product by static priority (at few rows the latter is 1.1 to 4 times
-#: slower on an H200), behind its per-tensor one.
+#: Before torch's row-wise product (at few rows 1.3 to 2.3 times slower on an H200), behind its
+#: per-tensor one; ``triton_general`` behind all of torch's, which are faster at many rows. What was
+#: measured size by size is in tables/sm90.json.
 TRITON_SKINNY = _gemm(
     "skinny",
     MRange(0, SKINNY_ROWS),
     "own Triton product for few rows: weight tiles on the wide side of the tensor cores",
     35,
 )
-TRITON_GENERAL = _gemm("general", MRange(), "own Triton product for any number of rows", 45)
+TRITON_GENERAL = _gemm("general", MRange(), "own Triton product for any number of rows", 55)

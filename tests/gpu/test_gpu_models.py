@@ -157,12 +157,10 @@ def case(request: pytest.FixtureRequest) -> Iterator[Case]:
     torch.cuda.empty_cache()
 
 
-def ours(model: Any, numerics: str = "exact", **arguments: Any) -> Any:
+def ours(model: Any, numerics: str = "exact") -> Any:
     """``model`` compiled by the backend, any failure of the pass raised."""
     options = {"fp8pass.strict": True, "fp8pass.numerics": numerics}
-    return torch.compile(
-        model, backend=fp8pass.fp8pass_backend, fullgraph=True, options=options, **arguments
-    )
+    return torch.compile(model, backend=fp8pass.fp8pass_backend, fullgraph=True, options=options)
 
 
 # ---- numbers and sites ---------------------------------------------------------------------------
@@ -229,11 +227,21 @@ def test_a_captured_graph_replays_with_changed_data(case: Case) -> None:
         assert torch.equal(out, first)
 
 
-def test_reduce_overhead_replays_with_changed_data(case: Case) -> None:
+@pytest.mark.parametrize("hook", ["backend", "option"])
+def test_reduce_overhead_replays_with_changed_data(
+    case: Case, hook: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from torch._inductor.cudagraph_trees import get_manager
 
     counters.clear()
-    function = ours(case.model, mode="reduce-overhead")
+    if hook == "backend":  # torch takes mode= or options=, not both
+        monkeypatch.setenv("FP8PASS_STRICT", "1")
+        function = torch.compile(
+            case.model, backend=fp8pass.fp8pass_backend, fullgraph=True, mode="reduce-overhead"
+        )
+    else:
+        options = fp8pass.inductor_options({"triton.cudagraphs": True}, strict=True)
+        function = torch.compile(case.model, fullgraph=True, options=options)
     for _ in range(3):  # warm up, record, replay
         torch.compiler.cudagraph_mark_step_begin()
         function(case.ids)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import ModuleType
 
 import pytest
@@ -13,18 +13,11 @@ _KERNELS = "fp8pass.kernels.triton_"
 _SWITCH = "TRITON_INTERPRET"
 
 
-@pytest.fixture(scope="session")
-def interpreted() -> Generator[Callable[[str], ModuleType], None, None]:
-    """``interpreted("norm")``: ``fp8pass.kernels.triton_norm`` with interpreted kernels.
+Load = Callable[[str], ModuleType]
 
-    Triton decides when it decorates a function whether that will be compiled or interpreted. So the
-    modules are imported once more, with the switch on, as copies that only the tests see: neither
-    the switch nor the copies stay, and kernels of Inductor or of a GPU in this process are compiled
-    as always.
-    """
-    pytest.importorskip("triton")
+
+def _loader(switch: str) -> Load:
     copies: dict[str, ModuleType] = {}
-
     package = importlib.import_module("fp8pass.kernels")
 
     def swap(modules: dict[str, ModuleType]) -> dict[str, ModuleType]:
@@ -38,12 +31,32 @@ def interpreted() -> Generator[Callable[[str], ModuleType], None, None]:
         return former
 
     def load(name: str) -> ModuleType:
-        compiled = swap(copies)
+        outside = swap(copies)
         try:
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv(_SWITCH, "1")
+                patch.setenv(_SWITCH, switch)
                 return importlib.import_module(f"{_KERNELS}{name}")
         finally:
-            copies.update(swap(compiled))
+            copies.update(swap(outside))
 
-    yield load
+    return load
+
+
+@pytest.fixture(scope="session")
+def interpreted() -> Load:
+    """``interpreted("norm")``: ``fp8pass.kernels.triton_norm`` with interpreted kernels.
+
+    Triton decides when it decorates a function whether that will be compiled or interpreted. So the
+    modules are imported once more, with the switch on, as copies that only the tests see: neither
+    the switch nor the copies stay, and kernels of Inductor or of a GPU in this process are compiled
+    as always.
+    """
+    pytest.importorskip("triton")
+    return _loader("1")
+
+
+@pytest.fixture(scope="session")
+def compilable() -> Load:
+    """As :func:`interpreted`, with kernels that Triton compiles, whatever the process has set."""
+    pytest.importorskip("triton")
+    return _loader("0")

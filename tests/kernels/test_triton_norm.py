@@ -44,7 +44,7 @@ def check(
     keep: bool = True,
 ) -> tuple[torch.Tensor, ...]:
     """Within the contract; returns the results."""
-    if weight is None and not form.split(",")[2] == "none":
+    if weight is None and form.split(",")[2] != "none":
         weight = vector(x.shape[-1])
     scale = torch.tensor(0.02) if quant.static else None
     rest = (weight, scale, eps, form, str(quant), keep)
