@@ -53,11 +53,15 @@ def assert_exact(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], **sa
     assert_layouts(got, want)
     q, scale, *rest = zip(got, want, strict=True)
     model = rest[0][1].dtype if rest else torch.bfloat16
+    # two roundings in a row (of SiLU or the norm, then of the product) may both go elsewhere, and
+    # the first may be to a narrower dtype than the result's
+    named = [dtype for dtype in STEP if str(dtype).removeprefix("torch.") in str(say.get("form"))]
+    step = 2.02 * max(STEP[dtype] for dtype in (model, *named))
     few = max(1, q[0].numel() // 1000)
 
     moved = differing(*scale, 1e-6, 0.0)
     assert int(moved.sum()) <= scale[1].numel() // 1000, (say, scale[0][moved], scale[1][moved])
-    assert not differing(*scale, 2 * STEP[model] * 1.01, 0.0).any(), say
+    assert not differing(*scale, step, 0.0).any(), say
 
     steps = code_steps(*q)
     assert int(steps.max() if steps.numel() else 0) <= 1, (say, int((steps > 1).sum()))
@@ -68,10 +72,13 @@ def assert_exact(got: Iterable[torch.Tensor], want: Iterable[torch.Tensor], **sa
     if rest and rest[0][0].numel():
         y, y_wanted = rest[0]
         off = differing(y, y_wanted, 2.0**-22, NORMAL[model])
+        narrow = bool(named) and torch.float32 not in named
         if model != torch.float32:
             assert int(off.sum()) <= few, (say, int(off.sum()))
-        # two roundings in a row (of SiLU or the norm, then of the product) may both go elsewhere
-        assert not differing(y, y_wanted, 2 * STEP[model] * 1.01, NORMAL[model]).any(), say
+        elif narrow:  # float32 on top of a narrower rounding: off where that one went elsewhere
+            off = differing(y, y_wanted, STEP[model], NORMAL[model])
+            assert int(off.sum()) <= few, (say, int(off.sum()))
+        assert not differing(y, y_wanted, step, NORMAL[model]).any(), say
     if len(rest) > 1:
         total, total_wanted = rest[1]
         assert torch.equal(total.isnan(), total_wanted.isnan()), say

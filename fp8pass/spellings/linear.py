@@ -91,12 +91,27 @@ def quantise_form(codes: Any) -> QuantForm | None:
     """
     producer = peel_views(codes)
     made = item(producer, 0)
-    if is_call(made, torch.ops.fp8pass.quantize.default):
-        return QuantForm.parse(made.args[2])
+    form = _recorded_form(made)
+    if form is not None:
+        return QuantForm.parse(form)
     if not is_fp8_cast(producer):
         return None
     found = match_quantize(producer)
     return found.form if isinstance(found, QuantMatch) else None
+
+
+def _recorded_form(node: Any) -> str | None:
+    """The quantise form that an operator of fp8pass carries, alone or behind a producer."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
+        return None
+    if node.target.namespace != "fp8pass":
+        return None
+    schema = node.target._schema
+    names = [argument.name for argument in schema.arguments]
+    for name in ("quant_form", "form"):
+        if name in names and schema.returns and schema.returns[0].name == "q":
+            return str(node.args[names.index(name)])
+    return None
 
 
 def _granularity(scale: torch.Tensor, codes: Any, size: Any, vector: str) -> tuple[str, str] | None:
