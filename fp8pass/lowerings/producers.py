@@ -192,8 +192,13 @@ def inductor_patches(target: Target, options: Options) -> dict[str, Any]:
 
     Inductor keeps intermediate values of a fused loop in float32, so its code for norm + quantise
     differs from eager in 2 to 3 % of the codes; with ``emulate_precision_casts`` it rounds where
-    the graph does (on CPUs since torch 2.13; before that the setting changes nothing there).
+    the graph does (on CPUs since torch 2.13; before that the setting changes nothing there). Where
+    another kernel takes the producers, Inductor's own code is left as it is.
     """
-    if target.kind == "cpu" and options.numerics == "exact":
-        return {"emulate_precision_casts": True}
-    return {}
+    if options.numerics != "exact":
+        return {}
+    for kernel in _PRODUCERS.values():
+        refused = kernel.name in options.disable or INDUCTOR in options.prefer
+        if target.kind in kernel.kinds and kernel.requirements(target) and not refused:
+            return {}
+    return {"emulate_precision_casts": True}

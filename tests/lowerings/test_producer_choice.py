@@ -10,7 +10,12 @@ import torch
 from fp8pass.errors import OptionError
 from fp8pass.kernels.operators import TRITON_SILU_MUL_QUANT
 from fp8pass.lowerings import producer_kernel_names
-from fp8pass.lowerings.producers import ProducerProblem, choose_producer, register_producer
+from fp8pass.lowerings.producers import (
+    ProducerProblem,
+    choose_producer,
+    inductor_patches,
+    register_producer,
+)
 from fp8pass.lowerings.triton import TRITON
 from fp8pass.ops import dynamic_form, static_form
 from fp8pass.ops.library import SPECS
@@ -93,6 +98,26 @@ def test_disable_and_prefer() -> None:
         Options.resolve({}, disable=("inductor",))
     with pytest.raises(OptionError, match="'triton'"):
         Options.resolve({}, force="triton")  # forcing is for products
+
+
+@pytest.mark.parametrize(
+    ("target", "options", "emulated"),
+    [
+        ("cpu", {}, True),
+        ("gfx942", {}, True),
+        ("xpu-bmg", {}, True),
+        ("sm80", {}, True),
+        ("sm90", {}, False),
+        ("sm90", {"disable": ("triton",)}, True),
+        ("sm90", {"prefer": ("inductor",)}, True),
+        ("cpu", {"numerics": "fast"}, False),
+    ],
+)
+def test_inductor_rounds_as_the_graph_does_where_it_takes_producers(
+    target: str, options: dict[str, object], emulated: bool
+) -> None:
+    patches = inductor_patches(Target.parse(target), Options(**options))  # type: ignore[arg-type]
+    assert patches == ({"emulate_precision_casts": True} if emulated else {})
 
 
 def test_names_are_taken_once() -> None:
