@@ -8,7 +8,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +26,6 @@ TESTS = Path(__file__).parent
 
 
 # ---- identity ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def forgetful() -> Iterator[None]:
-    """The identity is computed once per process; here it is computed anew."""
-    identity_module.identity.cache_clear()
-    yield
-    identity_module.identity.cache_clear()
 
 
 def uuid(stage: Any = "all", **options: Any) -> Any:
@@ -86,9 +77,7 @@ def test_the_environment_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert fp8pass.inductor_options(numerics="exact", disable=())[hook].uuid() == before
 
 
-def test_source_versions_and_machine_count(
-    monkeypatch: pytest.MonkeyPatch, forgetful: None
-) -> None:
+def test_source_versions_and_machine_count(monkeypatch: pytest.MonkeyPatch) -> None:
     found = [uuid()]
     changes = [
         ("fp8pass.identity.source_hash", lambda: "of another source"),
@@ -99,9 +88,7 @@ def test_source_versions_and_machine_count(
     for place, value in changes:
         with monkeypatch.context() as patch:
             patch.setattr(place, value)
-            identity_module.identity.cache_clear()
             found.append(uuid())
-    identity_module.identity.cache_clear()
     assert uuid() == found[0]
     assert len(set(found)) == len(found)
 
@@ -127,7 +114,7 @@ def test_source_hash_covers_every_file_that_computes(tmp_path: Path) -> None:
 
 
 def test_a_device_without_a_target_has_an_identity_all_the_same(
-    monkeypatch: pytest.MonkeyPatch, forgetful: None
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def detect(device: Any = None) -> Target:
         raise fp8pass.errors.OptionError("no target for device type 'abacus'")
@@ -136,14 +123,25 @@ def test_a_device_without_a_target_has_an_identity_all_the_same(
     assert "abacus" in str(uuid())
 
 
-def test_uuid_is_computed_once(monkeypatch: pytest.MonkeyPatch, forgetful: None) -> None:
-    calls = []
-    real = Target.detect
-    monkeypatch.setattr(Target, "detect", lambda device=None: calls.append(1) or real(device))
+def test_what_is_slow_in_the_uuid_is_done_once() -> None:
+    from fp8pass.target import _detect
+
+    uuid()
+    source, device = identity_module.source_hash.cache_info(), _detect.cache_info()
     for _ in range(100):
         uuid()
-    assert len(calls) == 1
-    assert identity_module.source_hash.cache_info().misses <= 1
+    assert identity_module.source_hash.cache_info().misses == source.misses
+    assert _detect.cache_info().misses == device.misses
+
+
+def test_a_library_that_is_loaded_later_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Target.parse("sm90")
+    monkeypatch.setattr("fp8pass.target._detect", lambda kind, index: gpu)
+    before = Target.detect("cuda:0")
+    monkeypatch.setattr("fp8pass.target._loaded_libraries", lambda: (("vllm", "0.21.0"),))
+    after = Target.detect("cuda:0")
+    assert not before.has_library("vllm") and after.has_library("vllm")
+    assert before.key() != after.key() and after.spec == "sm90+vllm"
 
 
 class Named(CustomGraphPass):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is first imported
+from types import ModuleType
 
 import pytest
 import torch
@@ -15,15 +13,18 @@ from hypothesis import strategies as st
 pytest.importorskip("triton")
 
 from fp8pass.errors import UnsupportedError
-from fp8pass.kernels import triton_gemm
 from fp8pass.kernels.triton_gemm_limits import SKINNY_ROWS, why_not_gemm
 from fp8pass.kernels.triton_gemm_tiles import BUCKETS, MANY, Tile, bucket, measured, tile_for
-from fp8pass.kernels.triton_rounding import NATIVE
 from fp8pass.ops.linear import dequantised_product
 
-interpreted = pytest.mark.skipif(
-    bool(NATIVE.value), reason="Triton was imported for compiling before this file"
-)
+triton_gemm: ModuleType
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _interpreted_kernels(interpreted: Callable[[str], ModuleType]) -> None:
+    global triton_gemm
+    triton_gemm = interpreted("gemm")
+
 
 FP8, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -58,7 +59,6 @@ def check(out: torch.Tensor, *args: torch.Tensor, bias: torch.Tensor | None = No
         assert bool(((out.float() - expected).abs() <= half_ulp + size * 2.0**-19).all())
 
 
-@interpreted
 @settings(max_examples=25, deadline=None)
 @given(
     m=st.sampled_from((0, 1, 3, 16, 17, 65)),
@@ -79,7 +79,6 @@ def test_numbers(m, n, k, rows, columns, pad, bias, out_dtype, tile) -> None:  #
     check(out, *args, bias=vector)
 
 
-@interpreted
 def test_the_choice_by_kind_and_the_reference_agree_bit_for_bit_on_small_integers() -> None:
     """Sums of integers are exact in any order, so that nothing may differ."""
     g = torch.Generator().manual_seed(0)
@@ -93,7 +92,6 @@ def test_the_choice_by_kind_and_the_reference_agree_bit_for_bit_on_small_integer
             )
 
 
-@interpreted
 @pytest.mark.parametrize("tile", [TILES[1], TILES[4]])
 def test_a_nan_stays_in_its_row_and_column(tile: Tile) -> None:
     a, b, sa, sb = made(5, 48, 128)
@@ -105,7 +103,6 @@ def test_a_nan_stays_in_its_row_and_column(tile: Tile) -> None:
     assert int(wrong.sum()) == 48 + 5 - 1
 
 
-@interpreted
 def test_codes_of_both_kinds() -> None:
     a, b, sa, sb = made(5, 48, 128)
     for left, right in ((E5M2, FP8), (FP8, E5M2), (E5M2, E5M2)):
@@ -113,7 +110,6 @@ def test_codes_of_both_kinds() -> None:
         check(triton_gemm.launch(*codes, sa, sb, None, F32, False, TILES[0]), *codes, sa, sb)
 
 
-@interpreted
 @pytest.mark.parametrize(
     "change",
     [
@@ -132,7 +128,6 @@ def test_layouts(change: Callable[..., tuple[torch.Tensor, ...]]) -> None:
     check(triton_gemm.launch(*args, None, F32, False, TILES[0]), *args)
 
 
-@interpreted
 def test_what_does_not_fit_together() -> None:
     a, b, sa, sb = made(5, 48, 128)
     bias = torch.ones(48)

@@ -232,7 +232,7 @@ def test_the_operator_in_a_graph_computes_the_product() -> None:
     """On a CPU its reference runs, so that a graph for a GPU can be interpreted here."""
     p = problem(*ROW, target=SM90, m=None)
     choice = choose(SM90, p, Options())
-    assert len(choice.plan) == 2
+    assert len(choice.plan) > 1
 
     def emit(graph: Any, site: EmitSite) -> Any:
         return emit_planned(graph, site, choice)
