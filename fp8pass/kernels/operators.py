@@ -7,7 +7,9 @@ registered for its own kind of device and imported on its first call.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -18,15 +20,13 @@ from fp8pass.ops.library import LIBRARY, OpSpec, register
 
 def _kernel(module: str, name: str) -> Callable[..., Any]:
     """``module.name``, imported on the first call: importing a kernel imports Triton."""
-    found: Callable[..., Any] | None = None
+    found: ModuleType | None = None
 
     def call(*args: Any) -> Any:
         nonlocal found
         if found is None:
-            import importlib
-
-            found = getattr(importlib.import_module(module), name)
-        return found(*args)
+            found = importlib.import_module(module)
+        return getattr(found, name)(*args)
 
     return call
 

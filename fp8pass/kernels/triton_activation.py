@@ -166,7 +166,8 @@ def _silu_pieces(
         tl.store(partials_ptr + tl.program_id(0), largest)
 
 
-def _form_constants(form: str, up_dtype: torch.dtype) -> dict[str, Any]:
+@cache
+def _act_constants(form: str, up_dtype: torch.dtype) -> dict[str, Any]:
     act = ActForm.parse(form)
     return {
         "SILU": act.silu,
@@ -174,46 +175,6 @@ def _form_constants(form: str, up_dtype: torch.dtype) -> dict[str, Any]:
         "PRODUCT": host.TL[torch.promote_types(act.mid, up_dtype)],
         "OUT": host.TL[act.out],
     }
-
-
-@cache
-def _row_call(
-    form: str,
-    quant_form: str,
-    width: int,
-    up_dtype: torch.dtype,
-    scalar_scale: bool,
-    shape: host.Shape,
-    device: torch.device,
-) -> host.Call:
-    return host.call_of(
-        _silu_rows,
-        device,
-        {"FIRST": shape.first},
-        _form_constants(form, up_dtype),
-        host.row_constants(width, shape),
-        host.quant_constants(quant_form, scalar_scale),
-    )
-
-
-@cache
-def _piece_call(
-    form: str,
-    quant_form: str,
-    width: int,
-    up_dtype: torch.dtype,
-    scalar_scale: bool,
-    shape: host.Shape,
-    device: torch.device,
-) -> host.Call:
-    return host.call_of(
-        _silu_pieces,
-        device,
-        {"FIRST": shape.first, "WIDTH": width},
-        _form_constants(form, up_dtype),
-        host.piece_constants(width, shape),
-        host.quant_constants(quant_form, scalar_scale),
-    )
 
 
 def silu_mul_quant(
@@ -240,50 +201,57 @@ def silu_mul_quant(
         UnsupportedError: a value that :mod:`fp8pass.kernels.triton_limits` refuses.
         ValueError: the quantise is static and no scale is given, or the reverse.
     """
-    width, device, up_dtype = host.width_of(gate), gate.device, up.dtype
-    host.check_alike(gate, up)
-    if why := why_not_activation(form, quant_form, width, gate.dtype, up_dtype):
-        host.refuse(why)
+    width = host.width_of(gate)
+    host.check(why_not_activation(form, quant_form, width, gate.dtype, up.dtype), gate, up)
     assert width is not None
-    out, quant = ActForm.parse(form).out, QuantForm.parse(quant_form)
-    host.check_scale(quant, scale, device)
+    act, quant = ActForm.parse(form), QuantForm.parse(quant_form)
+    host.check_scale(quant, scale, gate)
     gates, rows, gate_pitch = host.rows_of(gate, width)
     ups, _, up_pitch = host.rows_of(up, width)
-
+    constants = _act_constants(form, up.dtype)
+    device = gate.device
     per_tensor = scale is None and quant.granularity == "tensor"
+
     if per_tensor and rows and (rows > 1 or width > MAX_ROW):
-        y = torch.empty(gate.shape, dtype=out, device=device)
+        y = torch.empty(gate.shape, dtype=act.out, device=device)
         shape = host.piece_shape(width, rows)
-        call = _piece_call(form, quant_form, width, up_dtype, True, shape, device)
-        pieces = rows * call.constants["PER_ROW"]
-        programs = min(pieces, shape.programs, host.PARTIALS)
+        pieces = host.piece_constants(width, shape)
+        count = rows * pieces["PER_ROW"]
+        programs = min(count, shape.programs, host.PARTIALS)
         partials = torch.empty((programs,), dtype=torch.float32, device=device)
         host.launch(
-            call, programs, device,
-            gates, ups, None, None, y, partials, pieces, gate_pitch, up_pitch,
+            _silu_pieces, programs, device,
+            gates, ups, None, None, y, partials, count, gate_pitch, up_pitch,
+            WIDTH=width, FIRST=shape.first, **constants, **pieces,
+            **host.quant_constants(quant_form, True),
         )  # fmt: skip
         q, scale_out = quantize_tensor(y, width, quant_form, partials)
-        return q, scale_out, y if keep else nothing(y, out)
+        return q, scale_out, y if keep else nothing(y, y.dtype)
 
     q = torch.empty(gate.shape, dtype=quant.dtype, device=device)
-    y = torch.empty(gate.shape if keep else (0,), dtype=out, device=device)
-    scale_out = host.empty_scale(gate, quant)
-    if not rows:
-        return q, scale_out.fill_(host.scale_of_nothing(quant)), y
+    y = torch.empty(gate.shape if keep else (0,), dtype=act.out, device=device)
     stored, kept = host.as_stored(q), y if keep else None
     if scale is not None:
-        shape, scalar = host.piece_shape(width, rows), not scale.dim()
-        call = _piece_call(form, quant_form, width, up_dtype, scalar, shape, device)
-        pieces = rows * call.constants["PER_ROW"]
-        host.launch(
-            call, min(pieces, shape.programs), device,
-            gates, ups, scale, stored, kept, None, pieces, gate_pitch, up_pitch,
-        )  # fmt: skip
-    else:
-        shape, scalar = host.row_shape(width, rows), not scale_out.dim()
-        call = _row_call(form, quant_form, width, up_dtype, scalar, shape, device)
-        host.launch(
-            call, min(rows, shape.programs), device,
-            gates, ups, scale_out, stored, kept, rows, gate_pitch, up_pitch,
-        )  # fmt: skip
+        if rows:
+            shape = host.piece_shape(width, rows)
+            pieces = host.piece_constants(width, shape)
+            count = rows * pieces["PER_ROW"]
+            host.launch(
+                _silu_pieces, min(count, shape.programs), device,
+                gates, ups, scale, stored, kept, None, count, gate_pitch, up_pitch,
+                WIDTH=width, FIRST=shape.first, **constants, **pieces,
+                **host.quant_constants(quant_form, not scale.dim()),
+            )  # fmt: skip
+        return q, nothing(gate, torch.float32), y
+    one = () if per_tensor else (*gate.shape[:-1], 1)
+    scale_out = torch.empty(one, dtype=torch.float32, device=device)
+    if not rows:
+        return q, scale_out.fill_(host.scale_of_nothing(quant)), y
+    shape = host.row_shape(width, rows)
+    host.launch(
+        _silu_rows, min(rows, shape.programs), device,
+        gates, ups, scale_out, stored, kept, rows, gate_pitch, up_pitch,
+        FIRST=shape.first, **constants, **host.row_constants(width, shape),
+        **host.quant_constants(quant_form, not scale_out.dim()),
+    )  # fmt: skip
     return q, scale_out, y

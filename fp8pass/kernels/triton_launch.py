@@ -11,13 +11,13 @@ width, by the number of rows). The number of rows itself and epsilon do not.
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
 
 from fp8pass.errors import UnsupportedError
-from fp8pass.kernels.triton_dispatch import Launcher
+from fp8pass.kernels.triton_dispatch import launcher
 from fp8pass.kernels.triton_rounding import NATIVE
 from fp8pass.ops.forms import QuantForm
 
@@ -67,13 +67,9 @@ def width_of(x: torch.Tensor) -> int | None:
     return x.shape[-1] if x.dim() else None
 
 
-def empty_scale(x: torch.Tensor, quant: QuantForm) -> torch.Tensor:
-    """The tensor for the scale of ``x``, as the generic operators return it."""
-    if quant.static:
-        shape: tuple[int, ...] = (0,)
-    else:
-        shape = (*x.shape[:-1], 1) if quant.granularity == "token" else ()
-    return torch.empty(shape, dtype=torch.float32, device=x.device)
+def codes_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A contiguous tensor for the codes of ``x``."""
+    return torch.empty(x.shape, dtype=dtype, device=x.device)
 
 
 def as_stored(q: torch.Tensor) -> torch.Tensor:
@@ -81,46 +77,43 @@ def as_stored(q: torch.Tensor) -> torch.Tensor:
     return q if NATIVE.value else q.view(torch.uint8)
 
 
-def refuse(why: str) -> NoReturn:
+def check(why: str | None, *same_shape: torch.Tensor) -> None:
     """Refuse a call in the words of :mod:`fp8pass.kernels.triton_limits`.
 
     Raises:
-        UnsupportedError: always.
+        UnsupportedError: ``why`` is a reason, or two tensors differ in shape or device.
     """
-    raise UnsupportedError(f"fp8pass's Triton kernels do not take {why}")
+    if len(same_shape) == 2 and why is None:
+        first, second = same_shape
+        if first.shape != second.shape:
+            why = f"operands of shapes {tuple(first.shape)} and {tuple(second.shape)}"
+        elif first.device != second.device:
+            why = f"operands on {first.device} and {second.device}"
+    if why is not None:
+        raise UnsupportedError(f"fp8pass's Triton kernels do not take {why}")
 
 
-def check_alike(first: torch.Tensor, second: torch.Tensor) -> None:
-    """Refuse two operands that differ in shape or device: none is broadcast.
-
-    Raises:
-        UnsupportedError: they do.
-    """
-    if first.shape != second.shape:
-        refuse(f"operands of shapes {tuple(first.shape)} and {tuple(second.shape)}")
-    if first.device != second.device:
-        refuse(f"operands on {first.device} and {second.device}")
-
-
-def check_scale(quant: QuantForm, scale: torch.Tensor | None, device: torch.device) -> None:
+def check_scale(quant: QuantForm, scale: torch.Tensor | None, x: torch.Tensor) -> None:
     """Refuse a scale that the form does not say.
 
     Raises:
         ValueError: the form is static and no scale is given, or the reverse.
-        UnsupportedError: the scale is not one float32 value on ``device``.
+        UnsupportedError: the scale is not one float32 value on the device of ``x``.
     """
     if quant.static != (scale is not None):
         raise ValueError(f"form {quant} and scale {None if scale is None else 'given'} disagree")
-    if scale is not None and (
-        scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != device
-    ):
-        refuse(f"a scale of shape {tuple(scale.shape)}, {scale.dtype}, on {scale.device}")
+    if scale is None:
+        return
+    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
+        raise UnsupportedError(
+            "fp8pass's Triton kernels do not take a scale of shape "
+            f"{tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
+        )
 
 
 # ---- forms --------------------------------------------------------------------------------------
 
 
-@cache
 def reciprocal(value: float) -> float:
     """``1 / value`` in float32."""
     return float((1.0 / torch.tensor(value, dtype=torch.float32)).item())
@@ -282,37 +275,24 @@ def power_of_two(value: int) -> int:
 
 # ---- launching ----------------------------------------------------------------------------------
 
+_OVERLAP = {"OVERLAP": True, "launch_pdl": True}
+_PLAIN = {"OVERLAP": False}
+
 
 @cache
-def launch_options(device: torch.device) -> dict[str, Any]:
+def launch_options(index: int | None) -> dict[str, Any]:
     """Whether the launches on a device overlap: from Hopper (sm90) on GPUs can do that."""
-    if device.type != "cuda" or torch.version.hip:
-        return {"OVERLAP": False}
-    overlap = torch.cuda.get_device_capability(device) >= (9, 0)
-    return {"OVERLAP": True, "launch_pdl": True} if overlap else {"OVERLAP": False}
+    if index is None or torch.version.hip or torch.cuda.get_device_capability(index) < (9, 0):
+        return _PLAIN
+    return _OVERLAP
 
 
-class Call(NamedTuple):
-    """A kernel with values for all of its constants; ``run`` launches it."""
-
-    kernel: Any
-    constants: dict[str, Any]
-    run: Launcher
-
-
-def call_of(kernel: Any, device: torch.device, *constants: dict[str, Any]) -> Call:
-    """The call of a kernel on ``device``; to be kept, since making one is slow."""
-    merged = dict(launch_options(device))
-    for part in constants:
-        merged.update(part)
-    return Call(kernel, merged, Launcher(kernel, merged))
-
-
-def launch(call: Call, programs: int, device: torch.device, *args: Any) -> None:
+def launch(kernel: Any, programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Run ``programs`` programs on the current stream of ``device``."""
     index = device.index
+    found = launcher(kernel, **constants, **launch_options(index))
     if index is None or index == torch.cuda.current_device():
-        call.run(programs, *args)
+        found(programs, *args)
     else:
         with torch.cuda.device(index):
-            call.run(programs, *args)
+            found(programs, *args)

@@ -41,6 +41,7 @@ from fp8pass.kernels.triton_rows import (
     zero_beyond,
 )
 from fp8pass.ops.forms import NormForm, QuantForm
+from fp8pass.ops.library import nothing
 
 
 @triton.jit
@@ -270,61 +271,40 @@ def _norm_pieces(
 
 
 @cache
-def _out_dtype(form: str, weight_dtype: torch.dtype | None) -> torch.dtype:
+def _norm_constants(form: str, weight_dtype: torch.dtype | None) -> tuple[dict[str, Any], Any]:
+    """The constants of a norm's form that both kernels have, and the dtype of its result."""
     norm = NormForm.parse(form)
+    out = norm.mid
     if norm.weight == "after_cast" and weight_dtype is not None:
-        return torch.promote_types(norm.mid, weight_dtype)
-    return norm.mid
-
-
-def _form_constants(form: str, out: torch.dtype) -> dict[str, Any]:
-    norm = NormForm.parse(form)
-    return {
+        out = torch.promote_types(norm.mid, weight_dtype)
+    constants = {
         "ROOT": norm.root,
         "WEIGHT": norm.weight,
         "MID": host.TL[norm.mid],
         "OUT": host.TL[out],
     }
+    return constants, out
 
 
-@cache
-def _row_call(
+def _check(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor | None,
+    scale: torch.Tensor | None,
     form: str,
     quant_form: str,
-    width: int,
-    out: torch.dtype,
-    total: torch.dtype,
-    scalar_scale: bool,
-    shape: host.Shape,
-    device: torch.device,
-) -> host.Call:
-    return host.call_of(
-        _norm_rows,
-        device,
-        _form_constants(form, out),
-        {"TOTAL": host.TL[total], "INVERSE_WIDTH": host.reciprocal(width)},
-        host.row_constants(width, shape),
-        host.quant_constants(quant_form, scalar_scale),
-    )
-
-
-@cache
-def _piece_call(
-    form: str,
-    quant_form: str,
-    width: int,
-    out: torch.dtype,
-    shape: host.Shape,
-    device: torch.device,
-) -> host.Call:
-    return host.call_of(
-        _norm_pieces,
-        device,
-        {"PARTIALS": host.PARTIALS, "WIDTH": width},
-        _form_constants(form, out),
-        host.piece_constants(width, shape),
-        host.quant_constants(quant_form, True),
-    )
+) -> tuple[QuantForm, int]:
+    width = host.width_of(x)
+    residual_dtype = None if residual is None else residual.dtype
+    weight_dtype = None if weight is None else weight.dtype
+    why = why_not_norm(form, quant_form, width, x.dtype, residual_dtype, weight_dtype)
+    host.check(why, x, *(() if residual is None else (residual,)))
+    assert width is not None
+    if weight is not None and (weight.shape != (width,) or weight.device != x.device):
+        host.check(f"a weight of shape {tuple(weight.shape)} on {weight.device}")
+    quant = QuantForm.parse(quant_form)
+    host.check_scale(quant, scale, x)
+    return quant, width
 
 
 def _run(
@@ -337,60 +317,57 @@ def _run(
     quant_form: str,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    width, device, total_dtype = host.width_of(x), x.device, x.dtype
-    residual_dtype = weight_dtype = None
-    if weight is not None:
-        weight_dtype = weight.dtype
-        if weight.shape != (width,) or weight.device != device:
-            host.refuse(f"a weight of shape {tuple(weight.shape)} on {weight.device}")
+    quant, width = _check(x, residual, weight, scale, form, quant_form)
+    norm, out = _norm_constants(form, None if weight is None else weight.dtype)
+    if weight is not None and weight.stride(0) != 1:
         weight = weight.contiguous()
-    if residual is not None:
-        host.check_alike(x, residual)
-        residual_dtype = residual.dtype
-        total_dtype = torch.promote_types(total_dtype, residual_dtype)
-    if why := why_not_norm(form, quant_form, width, x.dtype, residual_dtype, weight_dtype):
-        host.refuse(why)
-    assert width is not None
-    quant = QuantForm.parse(quant_form)
-    host.check_scale(quant, scale, device)
-
     source, rows, pitch = host.rows_of(x, width)
-    total, other, other_pitch = None, None, 0
+    total, other, other_pitch, total_dtype = None, None, 0, x.dtype
     if residual is not None:
         other, _, other_pitch = host.rows_of(residual, width)
-        total = torch.empty(x.shape, dtype=total_dtype, device=device)
-    out = _out_dtype(form, weight_dtype)
-    q = torch.empty(x.shape, dtype=quant.dtype, device=device)
-    y = torch.empty(x.shape if keep else (0,), dtype=out, device=device)
-    scale_out = host.empty_scale(x, quant)
+        total_dtype = torch.promote_types(x.dtype, residual.dtype)
+        total = torch.empty(x.shape, dtype=total_dtype, device=x.device)
+    q = torch.empty(x.shape, dtype=quant.dtype, device=x.device)
+    y = torch.empty(x.shape if keep else (0,), dtype=out, device=x.device)
+
+    per_tensor = scale is None and quant.granularity == "tensor"
+    if scale is not None:
+        scale_out = nothing(x, torch.float32)
+    else:
+        one = () if per_tensor else (*x.shape[:-1], 1)
+        scale_out = torch.empty(one, dtype=torch.float32, device=x.device)
     if not rows:
         return q, scale_out.fill_(host.scale_of_nothing(quant)), y, total
 
-    used = scale_out if scale is None else scale
-    scalar_scale = not used.dim()
+    two_passes = per_tensor and rows > 1
+    inverse = partials = None
     shape = host.row_shape(width, rows)
     programs = min(rows, shape.programs)
-    inverse = partials = None
-    two_passes = scale is None and scalar_scale and rows > 1
     if two_passes:
         programs = min(programs, host.PARTIALS)
-        inverse = torch.empty((rows,), dtype=torch.float32, device=device)
-        partials = torch.empty((programs,), dtype=torch.float32, device=device)
+        inverse = torch.empty((rows,), dtype=torch.float32, device=x.device)
+        partials = torch.empty((programs,), dtype=torch.float32, device=x.device)
+    used = scale_out if scale is None else scale
+    quantise = host.quant_constants(quant_form, not used.dim())
     stored = host.as_stored(q)
-    call = _row_call(form, quant_form, width, out, total_dtype, scalar_scale, shape, device)
     host.launch(
-        call, programs, device,
+        _norm_rows, programs, x.device,
         source, other, weight, used, stored, y if keep else None, total, inverse, partials,
         rows, pitch, other_pitch, eps,
+        TOTAL=host.TL[total_dtype], INVERSE_WIDTH=host.reciprocal(width),
+        **norm, **host.row_constants(width, shape), **quantise,
     )  # fmt: skip
     if two_passes:
+        assert partials is not None
+        pieces = host.piece_constants(width, host.piece_shape(width, rows))
+        count = rows * pieces["PER_ROW"]
         if total is not None:
             source, pitch = total, width
-        call = _piece_call(form, quant_form, width, out, host.piece_shape(width, rows), device)
-        pieces = rows * call.constants["PER_ROW"]
         host.launch(
-            call, min(pieces, host.PARTIALS), device,
-            source, weight, inverse, partials, scale_out, stored, pieces, programs, pitch,
+            _norm_pieces, min(count, host.PARTIALS), x.device,
+            source, weight, inverse, partials, scale_out, stored,
+            count, partials.numel(), pitch, host.PARTIALS, WIDTH=width,
+            **norm, **pieces, **quantise,
         )  # fmt: skip
     return q, scale_out, y, total
 

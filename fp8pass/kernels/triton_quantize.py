@@ -10,8 +10,6 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
 import triton
 import triton.language as tl
@@ -29,6 +27,7 @@ from fp8pass.kernels.triton_rows import (
     store_codes,
 )
 from fp8pass.ops.forms import QuantForm
+from fp8pass.ops.library import nothing
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -144,36 +143,6 @@ def _quantize_pieces(
         piece += tl.num_programs(0)
 
 
-@cache
-def _row_call(
-    form: str, width: int, scalar_scale: bool, shape: host.Shape, device: torch.device
-) -> host.Call:
-    return host.call_of(
-        _quantize_rows,
-        device,
-        host.row_constants(width, shape),
-        host.quant_constants(form, scalar_scale),
-    )
-
-
-@cache
-def _amax_call(width: int, shape: host.Shape, device: torch.device) -> host.Call:
-    return host.call_of(_amax_pieces, device, host.piece_constants(width, shape))
-
-
-@cache
-def _piece_call(
-    form: str, width: int, scalar_scale: bool, shape: host.Shape, device: torch.device
-) -> host.Call:
-    return host.call_of(
-        _quantize_pieces,
-        device,
-        {"WIDTH": width, "PARTIALS": host.PARTIALS},
-        host.piece_constants(width, shape),
-        host.quant_constants(form, scalar_scale),
-    )
-
-
 def quantize(
     x: torch.Tensor, scale: torch.Tensor | None, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,44 +160,41 @@ def quantize(
         UnsupportedError: a value that :mod:`fp8pass.kernels.triton_limits` refuses.
         ValueError: the form is static and no scale is given, or the reverse.
     """
+    quant = QuantForm.parse(form)
     width = host.width_of(x)
-    if why := why_not_quantize(form, width, x.dtype):
-        host.refuse(why)
+    host.check(why_not_quantize(form, width, x.dtype))
+    host.check_scale(quant, scale, x)
     assert width is not None
-    quant, device = QuantForm.parse(form), x.device
-    host.check_scale(quant, scale, device)
     if scale is None and quant.granularity == "tensor":
         return quantize_tensor(x, width, form, None)
-
+    q = host.codes_like(x, quant.dtype)
     source, rows, pitch = host.rows_of(x, width)
-    q = torch.empty(x.shape, dtype=quant.dtype, device=device)
-    scale_out = host.empty_scale(x, quant)
-    if scale is None:
+    if scale is not None:
         if rows:
-            _one_pass(source, rows, pitch, q, scale_out, width, form)
-    elif rows:
-        shape = host.piece_shape(width, rows)
-        call = _piece_call(form, width, not scale.dim(), shape, device)
-        pieces = rows * call.constants["PER_ROW"]
-        args = (source, host.as_stored(q), scale, None, pieces, 0, pitch)
-        host.launch(call, min(pieces, shape.programs), device, *args)
+            shape = host.piece_shape(width, rows)
+            constants = host.piece_constants(width, shape)
+            pieces = rows * constants["PER_ROW"]
+            host.launch(
+                _quantize_pieces, min(pieces, shape.programs), x.device,
+                source, host.as_stored(q), scale, None, pieces, 0, pitch, width, host.PARTIALS,
+                **constants, **host.quant_constants(form, not scale.dim()),
+            )  # fmt: skip
+        return q, nothing(x, torch.float32)
+    scale_out = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    if rows:
+        _rows(host.Rows(source, rows, pitch), q, scale_out, width, form)
     return q, scale_out
 
 
-def _one_pass(
-    x: torch.Tensor,
-    rows: int,
-    pitch: int,
-    q: torch.Tensor,
-    scale_out: torch.Tensor,
-    width: int,
-    form: str,
-) -> None:
+def _rows(x: host.Rows, q: torch.Tensor, scale_out: torch.Tensor, width: int, form: str) -> None:
     """A scale for each row; ``scale_out`` without dimensions is that of a single row."""
-    shape = host.row_shape(width, rows)
-    call = _row_call(form, width, not scale_out.dim(), shape, q.device)
-    args = (x, host.as_stored(q), scale_out, rows, pitch)
-    host.launch(call, min(rows, shape.programs), q.device, *args)
+    shape = host.row_shape(width, x.rows)
+    host.launch(
+        _quantize_rows, min(x.rows, shape.programs), q.device,
+        x.tensor, host.as_stored(q), scale_out, x.rows, x.pitch,
+        **host.row_constants(width, shape),
+        **host.quant_constants(form, not scale_out.dim()),
+    )  # fmt: skip
 
 
 def quantize_tensor(
@@ -239,23 +205,25 @@ def quantize_tensor(
     ``partials``: float32 maxima that together are the largest absolute value of ``x``, at most
     ``PARTIALS``; None if they are still to be found.
     """
-    quant, device = QuantForm.parse(form), x.device
+    quant = QuantForm.parse(form)
+    q = host.codes_like(x, quant.dtype)
     source, rows, pitch = host.rows_of(x, width)
-    q = torch.empty(x.shape, dtype=quant.dtype, device=device)
-    scale_out = host.empty_scale(x, quant)
     if not rows:
-        return q, scale_out.fill_(host.scale_of_nothing(quant))
+        return q, x.new_full((), host.scale_of_nothing(quant), dtype=torch.float32)
+    scale_out = x.new_empty((), dtype=torch.float32)
     if rows == 1 and partials is None and width <= MAX_ROW:
-        _one_pass(source, rows, pitch, q, scale_out, width, form)
+        _rows(host.Rows(source, rows, pitch), q, scale_out, width, form)
         return q, scale_out
     shape = host.piece_shape(width, rows)
-    call = _piece_call(form, width, True, shape, device)
-    pieces = rows * call.constants["PER_ROW"]
+    constants = host.piece_constants(width, shape)
+    pieces = rows * constants["PER_ROW"]
     programs = min(pieces, shape.programs, host.PARTIALS)
     if partials is None:
-        partials = torch.empty((programs,), dtype=torch.float32, device=device)
-        first = _amax_call(width, shape, device)
-        host.launch(first, programs, device, source, partials, pieces, pitch)
-    args = (source, host.as_stored(q), scale_out, partials, pieces, partials.numel(), pitch)
-    host.launch(call, programs, device, *args)
+        partials = x.new_empty((programs,), dtype=torch.float32)
+        host.launch(_amax_pieces, programs, x.device, source, partials, pieces, pitch, **constants)
+    host.launch(
+        _quantize_pieces, programs, x.device,
+        source, host.as_stored(q), scale_out, partials, pieces, partials.numel(), pitch, width,
+        host.PARTIALS, **constants, **host.quant_constants(form, True),
+    )  # fmt: skip
     return q, scale_out

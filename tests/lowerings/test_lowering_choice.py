@@ -365,7 +365,7 @@ def test_one_token_is_not_per_tensor() -> None:
 
 
 def test_register_and_memory() -> None:
-    target = Target.parse("sm90")
+    target = Target.parse("sm100")
     p = problem(target=target)
     before = choose(target, p, DEFAULTS)
     assert choose(target, p, DEFAULTS) is before, "equal sites share one answer"
