@@ -97,7 +97,7 @@ def fp8pass_backend(
 
     ours, theirs = split_options(options)
     resolved = Options.resolve(**ours)
-    patches = {**_numerics_patches(gm, example_inputs, resolved), **mode_patches(mode), **theirs}
+    patches = {**numerics_patches(gm, example_inputs, resolved), **mode_patches(mode), **theirs}
     joint, post = two_hooks(resolved, patches)
     patches |= {"joint_custom_pre_pass": joint, "post_grad_custom_post_pass": post}
 
@@ -134,9 +134,7 @@ def _hint_at_grad(inputs: Sequence[Any]) -> None:
         log.warning("fp8pass: %s %s; %s", verdict.code, verdict.message, verdict.hint)
 
 
-def _numerics_patches(
-    gm: fx.GraphModule, inputs: Sequence[Any], options: Options
-) -> dict[str, Any]:
+def numerics_patches(gm: fx.GraphModule, inputs: Sequence[Any], options: Options) -> dict[str, Any]:
     """What Inductor must be told to keep the contract; nothing for a graph without FP8."""
     from fp8pass.lowerings.producers import inductor_patches
     from fp8pass.target import Target

@@ -214,12 +214,12 @@ class _Collected:
         import torch._inductor.compile_fx as inductor
         import torch._inductor.config as config
 
-        from fp8pass.backend import _numerics_patches, two_hooks
+        from fp8pass.backend import numerics_patches, two_hooks
         from fp8pass.report.collector import collecting
 
         before: list[fx.GraphModule] = []
         after: list[fx.GraphModule] = []
-        patches = _numerics_patches(gm, inputs, self.options)
+        patches = numerics_patches(gm, inputs, self.options)
         joint, post = two_hooks(self.options, patches)
 
         def first(graph: fx.Graph) -> None:

@@ -17,7 +17,8 @@ def explain(model: Callable[..., Any], *inputs: Any, **options: Any) -> Report:
     """What ``torch.compile(model, backend="fp8pass")`` does with ``model(*inputs)``.
 
     Captures the model, runs Inductor's graph passes and ours, and stops before any code is
-    generated, with all caches off, so it is quick and always fresh. Nothing is left compiled.
+    generated, with all caches off, so it is quick and always fresh. Nothing is left compiled, and
+    Dynamo is reset: what was compiled before compiles once more when it is next called.
 
     Args:
         model: a module or function.
@@ -45,10 +46,14 @@ def explain(model: Callable[..., Any], *inputs: Any, **options: Any) -> Report:
     parts: list[Report] = []
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        from fp8pass.backend import two_hooks
+        from fp8pass.backend import numerics_patches, two_hooks
 
         joint, post = two_hooks(resolved, {})
-        patches = {"joint_custom_pre_pass": joint, "post_grad_custom_post_pass": post}
+        patches = {
+            **numerics_patches(gm, example_inputs, resolved),
+            "joint_custom_pre_pass": joint,
+            "post_grad_custom_post_pass": post,
+        }
         with collecting(None, uuid=post.identity_text()) as report:
             result = _compile_without_code(gm, example_inputs, patches)
         parts.append(report)

@@ -50,7 +50,7 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
         base.fake,
         base.inputs,
         1e-3,
-        "the order of a reduction, and the last bit of exp and rsqrt",
+        "the order of a reduction, and the last bits of exp and rsqrt",
     )
     return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
 
