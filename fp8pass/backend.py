@@ -34,6 +34,8 @@ def split_options(options: Mapping[str, Any] | None) -> tuple[dict[str, Any], di
     """
     import torch._inductor.config as inductor
 
+    if options is not None and not isinstance(options, Mapping):
+        raise OptionError(f"options is {options!r}, not a dict of names and values")
     ours, theirs = {}, {}
     for name, value in (options or {}).items():
         if name.startswith(PREFIX):
@@ -147,7 +149,9 @@ def numerics_patches(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
     if len({device.type for device in devices}) != 1:
         return {}
     if options.target is not None:
-        return inductor_patches(Target.parse(options.target), options)
+        target = Target.parse(options.target)
+        if target.device_type == min(devices, key=str).type:
+            return inductor_patches(target, options)
     return inductor_patches(Target.detect(min(devices, key=str)), options)
 
 
@@ -171,19 +175,26 @@ def compile_key(gm: fx.GraphModule, inputs: Sequence[Any], identity: Any) -> str
     if inductor.force_disable_caches or identity[0] is None or identity[1] is None:
         return None
     digest = hashlib.sha256()
-    digest.update(gm.print_readable(print_output=False, include_stride=True).encode())
-    for value in inputs:
+    text = gm.print_readable(print_output=False, include_stride=True)
+    # without the comments, which say where in a file the code stood: Inductor's key has none either
+    code = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    digest.update("\n".join(code).encode())
+    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    for i, value in enumerate(inputs):
         if isinstance(value, torch.Tensor):
-            text = (
-                str(tuple(value.shape)),
-                str(tuple(value.stride())),
+            # what was captured: the sizes of this call stand for others where one is symbolic
+            seen = placeholders[i].meta.get("example_value") if i < len(placeholders) else None
+            sizes = seen if isinstance(seen, torch.Tensor) else value
+            facts = (
+                str(tuple(sizes.shape)),
+                str(tuple(sizes.stride())),
                 str(value.dtype),
                 str(value.device),
                 str(value.requires_grad),
             )
         else:
-            text = (str(type(value)), str(value), "", "", "")
-        digest.update(repr(text).encode())
+            facts = (str(type(value)), str(value), "", "", "")
+        digest.update(repr(facts).encode())
     digest.update(repr((identity, torch.is_grad_enabled())).encode())
     return digest.hexdigest()
 
@@ -195,7 +206,8 @@ def inductor_options(base: Mapping[str, Any] | None = None, **options: Any) -> d
 
     Args:
         base: further options of Inductor to keep; a pass that is set there, or in Inductor's
-            configuration, runs before ours.
+            configuration, runs before ours. Ours may be among them, with the prefix
+            ``"fp8pass."``; an argument wins.
         options: fields of :class:`fp8pass.Options`.
 
     Returns:
@@ -207,8 +219,10 @@ def inductor_options(base: Mapping[str, Any] | None = None, **options: Any) -> d
     from fp8pass.passes import Fp8Pass
     from fp8pass.report.collector import expect
 
-    resolved = Options.resolve(**options)
     merged = dict(base or {})
+    for name in [name for name in merged if str(name).startswith(PREFIX)]:
+        options.setdefault(name.removeprefix(PREFIX), merged.pop(name))
+    resolved = Options.resolve(**options)
     before = existing_passes("post_grad_custom_post_pass", merged)
     ours = Fp8Pass(resolved, "all", before)
     merged["post_grad_custom_post_pass"] = ours

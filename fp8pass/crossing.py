@@ -401,6 +401,7 @@ _VALUE_ERRORS = (
     "DynamicOutputShapeException",
     "GuardOnDataDependentSymNode",
 )
+_REFUSED = re.compile(r"got \w+\((['\"])(.+?)\1\)", re.DOTALL)
 _MIXED_DEVICES = re.compile(r"two (?:different )?devices,? ?(.*)")
 _USER_LINE = re.compile(r'from user code:\s+File "([^"]+)", line (\d+)')
 
@@ -426,5 +427,9 @@ def _explained(error: Exception) -> Exception:
         if type(cause).__name__ == "ConstraintViolationError":
             wanted = next((line for line in text.splitlines() if "marked" in line), first)
             return UnsupportedError(f"a size that was to be symbolic is not: {wanted.strip(' -')}")
+        if type(cause).__name__ == "TorchRuntimeError":  # an operator refused its operands
+            refused = _REFUSED.search(text)
+            why = refused[2] if refused else first
+            return UnsupportedError(f"torch cannot run the model on the target{place}: {why}")
         cause = getattr(cause, "inner_exception", None) or cause.__cause__
     return error

@@ -80,6 +80,8 @@ class Fp8Pass(CustomGraphPass):
             log.warning("fp8pass: %s", record.verdict.message)
             if self.options.strict:
                 raise UnsupportedError(record.verdict.message)
+        if record.verdict is not None and record.verdict.code == "FP8-P005":
+            _warn_once(f"{record.verdict.message}; {record.verdict.hint}")
         if error is not None and record.verdict is not None:
             if self.options.strict:
                 raise PassError(record.verdict.message) from error
@@ -143,7 +145,7 @@ def _graph_name(graph: fx.Graph) -> str:
 _warned: set[str] = set()
 
 
-def _warn_once(message: str, error: BaseException) -> None:
+def _warn_once(message: str, error: BaseException | None = None) -> None:
     if message not in _warned:
         _warned.add(message)
         log.warning("fp8pass: %s", message, exc_info=error)

@@ -250,6 +250,7 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "FP8-P005",
         "several devices",
         "the graph has FP8 nodes on {devices}; the pass was made for {target}",
+        "leave the option target out (fp8pass.graphs_for shows the graph of another device), and "
         "compile the parts for each device separately",
     ),
 )

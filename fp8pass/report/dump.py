@@ -161,11 +161,19 @@ def load_dump(folder: str | os.PathLike[str]) -> Report:
         return Report.load(path)
     except OSError as error:
         raise OptionError(
-            f"no fp8pass dump in {os.fspath(folder)!r} ({error.strerror or error}); make one by "
+            f"no fp8pass dump in {os.fspath(folder)!r} ({_missing(path, error)}); make one by "
             "running the program with FP8PASS_DUMP=<folder>"
         ) from error
     except ValueError as error:
         raise OptionError(f"{os.fspath(path)!r} is not an fp8pass report: {error}") from error
+
+
+def _missing(path: Path, error: OSError) -> str:
+    if isinstance(error, FileNotFoundError) and path.parent.is_dir():
+        return (
+            f"there is no file {path.name} in it" if path.name == "report.json" else "no such file"
+        )
+    return error.strerror or str(error)
 
 
 def describe_dump(folder: str | os.PathLike[str]) -> str:

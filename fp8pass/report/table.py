@@ -41,7 +41,7 @@ def _header(report: Report) -> str:
         title = "fp8pass: restored from cache" + (
             f", {_many(len(report.sites), 'site')} in {_many(graphs, 'graph')} when it was compiled"
             if graphs
-            else "; the report of that compile is not on this disk"
+            else "; there is no report of that compile for this graph, fp8pass.explain makes one"
         )
     elif not graphs:
         title = "fp8pass: no graph came through"
