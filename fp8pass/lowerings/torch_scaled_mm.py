@@ -251,7 +251,7 @@ TORCH_TENSOR = register(
         can_implement=_takes_tensor,
         priority=lambda target, problem: 30,
         emit=_emit_tensor,
-        provenance=_NOT_RUN,
+        provenance=f"tested on sm90; other GPUs {_NOT_RUN}",
         run=partial(_run, rows=False),
     )
 )
@@ -265,7 +265,7 @@ TORCH_ROW = register(
         can_implement=_takes_row,
         priority=_row_priority,
         emit=_emit_row,
-        provenance=f"tested on x86-avx2; GPUs {_NOT_RUN}",
+        provenance=f"tested on x86-avx2 and sm90; other GPUs {_NOT_RUN}",
         run=partial(_run, rows=True),
     )
 )
