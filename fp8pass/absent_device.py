@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import hashlib
 import math
-import os
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +30,7 @@ from torch._C import DispatchKey
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
+from fp8pass import native
 from fp8pass.errors import UnsupportedError
 from fp8pass.target import HOST
 
@@ -117,16 +115,13 @@ def _guard(device_type: str) -> Iterator[None]:
 @cache
 def _guard_library() -> tuple[ctypes.CDLL | None, str]:
     """The compiled guard, or why there is none."""
-    from fp8pass.kernels.cpu import _cache_folder, _compilers
-
     failures = ["no C++ compiler found"]
-    for compiler in _compilers():
+    for compiler in native.compilers():
         for standard in _STANDARDS:
             try:
-                library = ctypes.CDLL(str(_build(compiler, standard, _cache_folder())))
+                library = ctypes.CDLL(str(_build(compiler, standard)))
             except (OSError, subprocess.SubprocessError) as error:
-                told = (getattr(error, "stderr", None) or str(error)).strip()[-400:]
-                failures.append(f"{compiler} {standard}: {told}")
+                failures.append(f"{compiler} {standard}: {native.told(error)}")
                 continue
             for function in (library.fp8pass_install_guard, library.fp8pass_remove_guard):
                 function.argtypes, function.restype = [ctypes.c_char_p], ctypes.c_int
@@ -134,25 +129,13 @@ def _guard_library() -> tuple[ctypes.CDLL | None, str]:
     return None, failures[-1]
 
 
-def _build(compiler: str, standard: str, folder: Path) -> Path:
+def _build(compiler: str, standard: str) -> Path:
     root = Path(torch.__file__).parent
     flags = [standard, "-O1", "-fPIC", "-shared", "-w"]
-    key = "\0".join([_SOURCE.read_text(), *flags, str(torch.__version__), str(root), compiler])
-    target = folder / f"absent_device_{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if target.exists():
-        return target
-    folder.mkdir(parents=True, exist_ok=True)
-    # Processes that build at the same time each make their own file; the last rename wins.
-    handle, scratch = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
+    key = [_SOURCE.read_text(), *flags, str(torch.__version__), str(root), compiler]
     paths = [f"-I{root / 'include'}", f"-L{root / 'lib'}", "-lc10"]
-    command = [compiler, *flags, str(_SOURCE), *paths, "-o", scratch]
-    try:
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
-        os.replace(scratch, target)
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    return target
+    command = [compiler, *flags, str(_SOURCE), *paths]
+    return native.shared_library(native.cache_folder(), "absent_device", key, command)
 
 
 # ---- constants -----------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
 from fp8pass.spellings.walk import aten, prims
+from fp8pass.strides import contiguous_strides
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,12 +68,7 @@ class Workbench:
         sizes = tuple(shape)
         if not isinstance(like, FakeTensor):
             return like.new_empty(sizes, dtype=dtype)
-        strides: list[Any] = []
-        stride: Any = 1
-        for size in reversed(sizes):
-            strides.append(stride)
-            stride = stride * (1 if type(size) is int and size == 0 else size)
-        meta = torch.empty_strided(sizes, strides[::-1], dtype=dtype, device="meta")
+        meta = torch.empty_strided(sizes, contiguous_strides(sizes), dtype=dtype, device="meta")
         return FakeTensor(like.fake_mode, meta, like.device)
 
     def run_fake(self, target: Any, args: tuple[Any, ...]) -> Any:

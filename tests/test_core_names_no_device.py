@@ -31,9 +31,6 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "from fp8pass.kernels import cpu": "prepare() packs for the kernel of this name",
         "cpu.pack(self.weight)": "likewise",
     },
-    "absent_device.py": {
-        "from fp8pass.kernels.cpu import": "finds a compiler as the kernel of this name does",
-    },
 }
 
 KIND = re.compile(r"(?<![a-z])(cuda|rocm|xpu|hip|cpu)(?![a-z])")

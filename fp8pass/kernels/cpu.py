@@ -13,16 +13,11 @@ call.
 from __future__ import annotations
 
 import ctypes
-import functools
-import hashlib
 import logging
-import os
 import platform
-import shutil
 import struct
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +26,9 @@ from pathlib import Path
 import torch
 
 from fp8pass.errors import UnsupportedError
+from fp8pass.native import cache_folder as _cache_folder
+from fp8pass.native import compilers as _compilers
+from fp8pass.native import run, shared_library, told
 
 log = logging.getLogger(__name__)
 
@@ -310,57 +308,24 @@ def _machine() -> tuple[str, str]:
     return f"{seen.get('model name')} {' '.join(sorted(flags))}", ""
 
 
-def _compilers() -> list[str]:
-    """Compilers to try: the one Inductor is configured for, then the usual names."""
-    names: list[str | None] = []
-    try:
-        from torch._inductor.cpp_builder import get_cpp_compiler
-
-        names.append(get_cpp_compiler())
-    except Exception as e:  # noqa: BLE001 - none found, or another torch: the usual names follow
-        log.debug("Inductor names no C++ compiler: %s", e)
-    names += [os.environ.get("CXX"), "c++", "g++", "clang++"]
-    return list(dict.fromkeys(path for name in names if name and (path := shutil.which(name))))
-
-
-def _cache_folder() -> Path:
-    from torch._inductor.runtime.cache_dir_utils import cache_dir
-
-    return Path(cache_dir()) / "fp8pass"
-
-
 def _build(machine: str) -> Path:
     compilers = _compilers()
     if not compilers:
         raise _NotBuilt("no C++ compiler found (tried Inductor's, $CXX, c++, g++, clang++)")
     folder = _cache_folder()
-    folder.mkdir(parents=True, exist_ok=True)
     failures = []
     for compiler in compilers:
         try:
             return _compile(compiler, machine, folder)
         except (OSError, subprocess.SubprocessError) as e:
-            told = (getattr(e, "stderr", None) or str(e)).strip()[-400:]
-            failures.append(f"{compiler}: {told}")
+            failures.append(f"{compiler}: {told(e)}")
     raise _NotBuilt("the compiler failed: " + "; ".join(failures))
 
 
 def _compile(compiler: str, machine: str, folder: Path) -> Path:
     """The shared library for this compiler and machine, from the cache or made now."""
     here = Path(__file__).parent
-    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True, timeout=300)
-    version = run([compiler, "--version"]).stdout
+    version = run([compiler, "--version"])
     texts = [(here / name).read_text() for name in SOURCES]
-    key = "\0".join([*texts, *FLAGS, version, machine])
-    target = folder / f"cpu_{hashlib.sha256(key.encode()).hexdigest()[:24]}.so"
-    if target.exists():
-        return target
-    # Processes that build at the same time each make their own file; the last rename wins.
-    handle, scratch = tempfile.mkstemp(dir=folder, suffix=".tmp")
-    os.close(handle)
-    try:
-        run([compiler, *FLAGS, str(here / SOURCES[0]), "-o", scratch])
-        os.replace(scratch, target)
-    finally:
-        Path(scratch).unlink(missing_ok=True)
-    return target
+    command = [compiler, *FLAGS, str(here / SOURCES[0])]
+    return shared_library(folder, "cpu", [*texts, *FLAGS, version, machine], command)

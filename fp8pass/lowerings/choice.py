@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from fp8pass.errors import NoKernelError
+from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import Kernel, find, kernels
 from fp8pass.lowerings.tables import Table, table_for
 from fp8pass.options import Options
@@ -98,8 +99,6 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
-    from fp8pass.lowerings.producers import producer_kernel_names
-
     for name in (*options.prefer, *options.disable):
         if name not in producer_kernel_names():
             find(name)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.errors import PassError
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import call
@@ -42,8 +43,6 @@ def _takes_plain(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit(graph: fx.Graph, site: EmitSite, prepared: fx.Node | None) -> fx.Node:
-    import fp8pass.ops  # noqa: F401  (registers the operator)
-
     args = (site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, prepared)
     return call(graph, torch.ops.fp8pass.cpu_scaled_mm.default, args, val=site.val)
 

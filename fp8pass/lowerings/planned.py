@@ -13,6 +13,7 @@ from functools import lru_cache
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.errors import OptionError
 from fp8pass.lowerings.choice import Choice
 from fp8pass.lowerings.emit import call
@@ -22,8 +23,6 @@ from fp8pass.problem import MRange
 
 def emit_planned(graph: fx.Graph, site: EmitSite, choice: Choice) -> fx.Node:
     """Insert the operator for a choice with more than one range."""
-    import fp8pass.ops  # noqa: F401  (registers the operator)
-
     args = (
         site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, site.fast_accum,
         choice.text,

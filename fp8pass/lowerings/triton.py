@@ -12,6 +12,7 @@ from functools import partial
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.kernels.triton_gemm_limits import CODES, SKINNY_ROWS, why_not_gemm
 from fp8pass.kernels.triton_limits import why_not_activation, why_not_norm, why_not_quantize
 from fp8pass.lowerings import conditions as need
@@ -55,8 +56,6 @@ def _takes_producer(target: Target, problem: ProducerProblem) -> Verdict:
 
 
 def _operator(op: str) -> torch._ops.OpOverload:
-    import fp8pass.ops  # noqa: F401  (registers the operators)
-
     overload: torch._ops.OpOverload = getattr(torch.ops.fp8pass, f"triton_{op}").default
     return overload
 
@@ -101,8 +100,6 @@ def _limits(kind: str, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit(graph: fx.Graph, site: EmitSite, *, kind: str) -> fx.Node:
-    import fp8pass.ops  # noqa: F401  (registers the operator)
-
     args = (
         site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, site.fast_accum,
         kind,

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import aligned, aligned_rows, call
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
@@ -48,8 +49,6 @@ def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    import fp8pass.ops  # noqa: F401  (registers the operator)
-
     a, b = site.a, site.b
     if not site.problem.packed:
         a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 
 from fp8pass.report.graph_text import live_copy
+from fp8pass.strides import contiguous_strides
 
 _SYMBOL = re.compile(r"\b[su]\d+\b")
 
@@ -118,7 +119,7 @@ class _Listing:
             shape = ", ".join(self.symbolic(size) for size in value.shape)
             text = f"{str(value.dtype).removeprefix('torch.')}[{shape}]"
             strides = [self.symbolic(stride) for stride in value.stride()]
-            if strides != [self.symbolic(stride) for stride in _contiguous(value.shape)]:
+            if strides != [self.symbolic(stride) for stride in contiguous_strides(value.shape)]:
                 text += f" strides [{', '.join(strides)}]"
             if value.storage_offset():
                 text += f" offset {self.symbolic(value.storage_offset())}"
@@ -134,15 +135,6 @@ class _Listing:
         return _SYMBOL.sub(
             lambda m: self.symbols.setdefault(m[0], f"{m[0][0]}{len(self.symbols)}"), str(value)
         )
-
-
-def _contiguous(shape: Iterable[Any]) -> list[Any]:
-    strides: list[Any] = []
-    stride: Any = 1
-    for size in reversed(list(shape)):
-        strides.insert(0, stride)
-        stride = stride * (1 if type(size) is int and size == 0 else size)
-    return strides
 
 
 def _device(graph: fx.Graph) -> torch.device | None:
