@@ -34,8 +34,10 @@ def _exact(value: float, dtype: torch.dtype) -> bool:
 def _why_not_quant(form: QuantForm) -> str | None:
     if form.dtype not in CODES:
         return f"codes of {form.dtype}: the GPU's casts make {CODES[0]} and {CODES[1]}"
-    if form.static and form.granularity == "token":
-        return "a given scale per token"
+    if form.static and form.granularity != "tensor":
+        return f"a given scale per {form.granularity}"
+    if not form.plain or form.group or form.scale == "inverse" or form.floor.endswith("_add"):
+        return f"the form {form}"
     if form.scale == "div" and form.qmax == 0.0:
         return "a division by the constant 0"
     top = float(torch.finfo(form.dtype).max)

@@ -1,8 +1,10 @@
-"""``fp8pass::quantize``: static per-tensor, dynamic per-tensor and dynamic per-token."""
+"""``fp8pass::quantize``: static and dynamic; per tensor, per token and per group; fp8 and int8."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -14,26 +16,74 @@ SCHEMA = "(Tensor x, Tensor? scale, str form) -> (Tensor q, Tensor scale_out)"
 
 
 def dynamic_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
-    """Dequant scale of ``x [..., K]``: float32, ``[..., 1]`` per token or 0-d per tensor.
+    """Dequant scale of ``x [..., K]``: float32; 0-d, ``[..., 1]`` or ``[..., K / n]``.
 
-    ``amax(|x|) / qmax`` (or times the recorded factor), with the recorded floor. The maximum of
-    absolute values is exact in every dtype, so where the source upcasts makes no difference.
+    See :class:`QuantForm` for the expression. The maximum of absolute values is exact in every
+    dtype, so where the source upcasts makes no difference.
     """
+    inverse = inverse_scale(x, form) if form.scale == "inverse" else None
+    return _dequant_scale(x, form) if inverse is None else inverse.reciprocal()
+
+
+def inverse_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """``r = qmax / amax`` of the form ``inverse``: what values are multiplied by, float32."""
+    value = (form.qmax / _bounded_amax(x, form)).to(torch.float32)
+    if form.power == "floor":
+        value = torch.exp2(torch.floor(torch.log2(value)))
+    return value
+
+
+def _bounded_amax(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """The largest ``|x|`` of each group in the dtype of the scale, within its bounds."""
     magnitude = x.to(torch.float32).abs()
-    amax = magnitude.amax(-1, keepdim=True) if form.granularity == "token" else magnitude.amax()
+    group = form.group
+    if group is not None:
+        amax = magnitude.unflatten(-1, (x.shape[-1] // group, group)).amax(-1)
+    else:
+        amax = (
+            magnitude.amax() if form.granularity == "tensor" else magnitude.amax(-1, keepdim=True)
+        )
+    amax = amax.to(form.scale_dtype)
+    if form.ceiling != math.inf:
+        amax = amax.clamp(max=form.ceiling)
     if form.floor == "amax":
         amax = amax.clamp(min=form.floor_value)
+    elif form.floor == "amax_add":
+        amax = amax + form.floor_value
+    return amax
+
+
+def _dequant_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    amax = _bounded_amax(x, form)
     scale = amax / form.qmax if form.scale == "div" else amax * form.qmax
     if form.floor == "scale":
         scale = scale.clamp(min=form.floor_value)
-    return scale
+    elif form.floor == "scale_add":
+        scale = scale + form.floor_value
+    if form.power == "ceil":
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return scale.to(torch.float32)
 
 
 def apply_scale(x: torch.Tensor, scale: torch.Tensor, form: QuantForm) -> torch.Tensor:
-    """Codes of ``x`` for a given dequant scale; saturating, NaN stays NaN."""
+    """Codes of ``x`` for a given dequant scale (for ``mul_inverse``: for ``r``); NaN stays NaN.
+
+    ``scale``: one element, ``[..., 1]``, or ``[..., K / n]`` for groups.
+    """
+    group = form.group
     value = x.to(form.compute)
-    value = value / scale if form.apply == "div" else value * scale.reciprocal()
-    return value.clamp(form.lo, form.hi).to(form.dtype)
+    if group is not None:
+        value, scale = value.unflatten(-1, (x.shape[-1] // group, group)), scale.unsqueeze(-1)
+    if form.apply == "div":
+        value = value / scale
+    elif form.apply == "mul_recip":
+        value = value * scale.reciprocal()
+    else:
+        value = value * scale
+    if form.dtype == torch.int8:
+        value = value.round()
+    value = value.clamp(form.lo, form.hi).to(form.dtype)
+    return value if group is None else value.flatten(-2)
 
 
 def quantize_with(
@@ -42,9 +92,35 @@ def quantize_with(
     """The quantise of one value by a parsed form: contiguous codes, and the scale if dynamic."""
     if form.static != (scale is not None):
         raise ValueError(f"form {form} and scale {None if scale is None else 'given'} disagree")
-    used = dynamic_scale(x, form) if scale is None else scale
-    q = apply_scale(x, used, form).contiguous()
-    return q, (used if scale is None else nothing(x, torch.float32))
+    if scale is not None:
+        return apply_scale(x, scale, form).contiguous(), nothing(x, torch.float32)
+    if form.scale == "inverse":
+        factor = inverse_scale(x, form)
+        q, scale = apply_scale(x, factor, form), factor.reciprocal()
+    else:
+        scale = dynamic_scale(x, form)
+        q = apply_scale(x, scale, form)
+    laid_out = empty_scale(x, form)
+    return q.contiguous(), laid_out.copy_(scale) if form.layout != "row" else scale
+
+
+def empty_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+    """A scale of a dynamic quantise of ``x`` without data, with the strides of the form's layout.
+
+    Column-major: the rows of a value of any rank count as one dim ``M``, ``M`` next to each other;
+    with ``tma`` columns are ``M`` rounded up to 4 apart (16 bytes, what TMA asks for).
+    """
+    shape = form.scale_shape(tuple(x.shape))
+    if form.layout == "row":
+        return x.new_empty(shape, dtype=torch.float32)
+    rows = math.prod(shape[:-1])
+    apart = rows if form.layout == "col" else (rows + 3) // 4 * 4
+    strides: list[int] = []
+    step = 1
+    for size in reversed(shape[:-1]):
+        strides.insert(0, step)
+        step = step * size
+    return x.new_empty_strided(shape, (*strides, apart), dtype=torch.float32)
 
 
 def fake_quantize_with(
@@ -54,23 +130,24 @@ def fake_quantize_with(
     q = contiguous_like(x, form.dtype)
     if scale is not None:
         return q, nothing(x, torch.float32)
-    shape = (*x.shape[:-1], 1) if form.granularity == "token" else ()
-    return q, x.new_empty(shape, dtype=torch.float32)
+    return q, empty_scale(x, form)
 
 
 def reference(
     x: torch.Tensor, scale: torch.Tensor | None, form: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantise ``x [..., K]`` to fp8 codes.
+    """Quantise ``x [..., K]`` to fp8 or int8 codes.
 
     Args:
         x: bf16, fp16 or fp32.
-        scale: float32 dequant scale with one element if ``form`` is static, else None.
+        scale: float32 dequant scale if ``form`` is static, else None: one element per tensor,
+            ``[..., 1]`` per token, ``[..., K / n]`` per group.
         form: ``str`` of a :class:`fp8pass.ops.forms.QuantForm`.
 
     Returns:
         ``(q, scale_out)``: contiguous codes of the shape of ``x``; the computed float32 scale,
-        ``[..., 1]`` per token or 0-d per tensor, or an empty tensor if the scale was given.
+        0-d per tensor, ``[..., 1]`` per token or ``[..., K / n]`` per group with the strides of the
+        form's layout, or an empty tensor if the scale was given.
 
     Raises:
         OptionError: ``form`` is not in the closed list.
@@ -97,13 +174,35 @@ def random_activation(
 
 
 QUANT_FORMS = (str(static_form()), str(dynamic_form("token")), str(dynamic_form("tensor")))
+#: Forms beyond the usual ones, for widths that are a multiple of 32.
+MORE_QUANT_FORMS = tuple(
+    str(form)
+    for form in (
+        dynamic_form("group32"),
+        replace(dynamic_form("group32"), layout="col", power="ceil"),
+        replace(dynamic_form("group16"), layout="tma", ceiling=3.0, floor="amax_add"),
+        replace(dynamic_form("token"), scale="inverse", apply="mul_inverse", floor="amax",
+                scale_dtype=torch.float64),
+        replace(dynamic_form("tensor"), scale="inverse", apply="mul_inverse", floor="amax",
+                power="floor"),
+        replace(dynamic_form("token"), scale_dtype=torch.bfloat16, floor="scale_add",
+                apply="mul_recip"),
+        replace(dynamic_form("token"), dtype=torch.int8, qmax=127.0, lo=-128.0, hi=127.0),
+        replace(static_form(), dtype=torch.int8, qmax=127.0, lo=-128.0, hi=127.0),
+        replace(static_form(), granularity="token"),
+        replace(static_form(), granularity="group16"),
+    )
+)  # fmt: skip
 
 
-def random_scale(generator: torch.Generator, form: str) -> torch.Tensor | None:
-    """A random scale for a static form, None for a dynamic one."""
-    if not QuantForm.parse(form).static:
+def random_scale(
+    generator: torch.Generator, form: str, shape: tuple[int, ...] = ()
+) -> torch.Tensor | None:
+    """A random scale for a static form of a value of ``shape``, None for a dynamic one."""
+    parsed = QuantForm.parse(form)
+    if not parsed.static:
         return None
-    return torch.rand((), generator=generator) + 0.01
+    return torch.rand(parsed.scale_shape(shape), generator=generator) + 0.01
 
 
 def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
@@ -113,6 +212,11 @@ def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
             for shape in ((3, 64), (1, 47), (2, 3, 32)):
                 x = random_activation(generator, *shape, dtype=dtype)
                 yield x, random_scale(generator, form), form
+    for form in MORE_QUANT_FORMS:
+        for dtype in (torch.bfloat16, torch.float32):
+            for shape in ((3, 64), (1, 32), (2, 3, 32)):
+                x = random_activation(generator, *shape, dtype=dtype)
+                yield x, random_scale(generator, form, shape), form
 
 
 SPEC = register(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from fp8pass.quant_key import FP8_DTYPES, QuantKey
 
 model = st.sampled_from(sorted(MODEL_DTYPES, key=str))
 fp8 = st.sampled_from(sorted(FP8_DTYPES, key=str))
+codes = st.one_of(fp8, st.just(torch.int8))
 number = st.floats(allow_nan=False, allow_infinity=False)
 norms = st.builds(
     NormForm,
@@ -25,18 +27,29 @@ norms = st.builds(
     model,
 )
 acts = st.builds(ActForm, st.sampled_from(ActForm.SILUS), model, model)
-quants = st.builds(
-    QuantForm,
-    dtype=fp8,
-    granularity=st.sampled_from(QuantForm.GRANULARITIES),
-    compute=model,
-    scale=st.sampled_from(QuantForm.SCALES),
-    qmax=number,
-    floor=st.sampled_from(QuantForm.FLOORS),
-    floor_value=number,
-    apply=st.sampled_from(QuantForm.APPLIES),
-    lo=number,
-    hi=number,
+#: (scale, apply): an inverse scale is multiplied by, a dequant scale never is
+HOW = (
+    ("inverse", "mul_inverse"),
+    *((s, a) for s in ("given", "div", "mul") for a in ("div", "mul_recip")),
+)
+quants = st.sampled_from(HOW).flatmap(
+    lambda how: st.builds(
+        QuantForm,
+        dtype=codes,
+        granularity=st.sampled_from(("tensor", "token", "group128", "group64", "group1")),
+        compute=model,
+        scale=st.just(how[0]),
+        qmax=number,
+        floor=st.sampled_from(QuantForm.FLOORS),
+        floor_value=number,
+        apply=st.just(how[1]),
+        lo=number,
+        hi=number,
+        scale_dtype=st.one_of(model, st.just(torch.float64)),
+        ceiling=st.one_of(st.just(math.inf), st.floats(1e-30, 1e30)),
+        power=st.sampled_from(QuantForm.POWERS),
+        layout=st.sampled_from(QuantForm.LAYOUTS),
+    )
 )
 
 
@@ -53,7 +66,8 @@ def test_round_trip(form: NormForm | ActForm | QuantForm) -> None:
 def test_key_of_a_quantise(form: QuantForm) -> None:
     key = QuantKey.parse(form.key)
     assert key.dtype == form.dtype and key.scale.static == form.static
-    assert key.granularity == form.granularity
+    name = form.granularity
+    assert key.granularity == (name if form.group is None else f"group1x{form.group}")
 
 
 @settings(deadline=None)
@@ -64,10 +78,26 @@ def test_a_changed_part_is_refused(
     parts = str(form).split(",")
     index = data.draw(st.integers(0, len(parts) - 1))
     parts[index] = data.draw(
-        st.sampled_from(["", "other", "float64", "float4", "RSQRT", "-", "0x"])
+        st.sampled_from(["", "other", "float65", "float4", "RSQRT", "-", "0x", "group0"])
     )
     with pytest.raises(OptionError):
         type(form).parse(",".join(parts))
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "power=up",
+        "layout",
+        "ceiling=-1.0",
+        "ceiling=nan",
+        "scale_dtype=int8",
+        "power=ceil,power=ceil",
+    ],
+)
+def test_parts_by_name_are_a_closed_list_too(extra: str) -> None:
+    with pytest.raises(OptionError):
+        QuantForm.parse(f"{static_form()},{extra}")
 
 
 @pytest.mark.parametrize("kind", [NormForm, ActForm, QuantForm])
