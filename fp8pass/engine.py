@@ -21,6 +21,8 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings import choose
+from fp8pass.lowerings.merge import finish as finish_merge
+from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
 from fp8pass.lowerings.site import emit_site, problem_of
@@ -141,9 +143,13 @@ class Run:
         live = bench.live()
         for draft in drafts:
             _count_readers(draft, live)
+        for merged in merge_products(bench, drafts) if stage != "joint" else ():
+            self._lower_product(bench, merged.draft, target, fuel)
+            finish_merge(bench, merged)
         for draft in drafts:
             if draft.kind == "scaled_mm":
-                self._lower_product(bench, draft, target, fuel)
+                if draft.status != "lowered":
+                    self._lower_product(bench, draft, target, fuel)
             elif draft.status == "fused":
                 lower_producer(bench, draft, target, self.options)
         self.done("lower", "give back")

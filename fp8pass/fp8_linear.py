@@ -30,6 +30,10 @@ FP8_MAX = fp8_max(FP8)
 #: Smallest dequant scale: an all-zero row or channel is divided by this instead of by zero.
 SCALE_FLOOR = 1e-12
 
+#: The buffers that hold several linears' weights, scales and biases.
+MERGED = ("weight_merged", "scale_merged", "bias_merged")
+
+_CHANNEL_KEY = str(kFp8StaticChannelSym)
 _MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -99,6 +103,9 @@ class Fp8Linear(nn.Module):
         bias: ``[N]`` in the model's dtype, or None.
         weight_prepared: packed copy made by :func:`fp8pass.prepare`, not in the state
             dict; None unless prepared.
+        weight_merged, scale_merged, bias_merged: ``[sum of N, K]``, ``[1, sum of N]``, ``[sum of
+            N]`` (or None) of linears that :func:`fp8pass.prepare` merged, the same tensors in each
+            of them, not in the state dict. ``weight`` then is a view of ``weight_merged``.
 
     Converting the module (``model.half()``) changes the dtype of ``bias`` alone. It has no
     gradients: unprepared, the forward runs and ``backward`` (or compiling with gradients on) ends
@@ -119,6 +126,9 @@ class Fp8Linear(nn.Module):
     input_scale: torch.Tensor | None
     bias: torch.Tensor | None
     weight_prepared: torch.Tensor | None
+    weight_merged: torch.Tensor | None
+    scale_merged: torch.Tensor | None
+    bias_merged: torch.Tensor | None
 
     def __init__(
         self,
@@ -140,6 +150,8 @@ class Fp8Linear(nn.Module):
         self._act_key = str(found.act)
         self._weight_key = str(found.weight)
         self._shared_scale: SharedScale | None = None
+        #: First row in the merged weights, -1 if not merged.
+        self._merged_at = -1
         #: (weight, its version) that ``weight_prepared`` was packed from.
         self._packed_from: tuple[torch.Tensor, int | None] | None = None
         shape = (1, out_features) if found.weight.granularity == "channel" else ()
@@ -151,7 +163,8 @@ class Fp8Linear(nn.Module):
         self.register_buffer("weight_scale", torch.ones(shape, dtype=torch.float32, device=device))
         self.register_buffer("input_scale", None if scale is None else scale.float())
         self.register_buffer("bias", vector)
-        self.register_buffer("weight_prepared", None, persistent=False)
+        for name in ("weight_prepared", *MERGED):
+            self.register_buffer(name, None, persistent=False)
 
     @classmethod
     def from_linear(
@@ -230,6 +243,8 @@ class Fp8Linear(nn.Module):
             scale = (amax / largest).clamp(min=floor)
             q = (xf / scale).clamp(-largest, largest).to(FP8)
 
+        if self.weight_merged is not None:
+            return self._merged_product(q, scale, x).reshape(shape)
         if self.weight_prepared is not None:
             return self._prepared_product(q, scale, x).reshape(shape)
         bias = self.bias
@@ -249,18 +264,50 @@ class Fp8Linear(nn.Module):
     def _prepared_product(
         self, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
+        return self._product(
+            q, self.weight, scale, self.weight_scale, self.bias, x, self._weight_key
+        )
+
+    def _merged_product(
+        self, q: torch.Tensor, scale: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """The rows of this linear in the merged tensors: the pass sees that they are neighbours."""
+        weights, scales, biases = self.weight_merged, self.scale_merged, self.bias_merged
+        assert weights is not None and scales is not None
+        start, size = self._merged_at, self.out_features
+        bias = None if biases is None else biases.narrow(0, start, size)
+        return self._product(
+            q,
+            weights.narrow(0, start, size),
+            scale,
+            scales.narrow(1, start, size),
+            bias,
+            x,
+            _CHANNEL_KEY,
+        )
+
+    def _product(
+        self,
+        q: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        weight_scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        x: torch.Tensor,
+        weight_key: str,
+    ) -> torch.Tensor:
         if x.requires_grad and torch.is_grad_enabled():
             # The operator has no autograd formula: the gradient would be dropped in silence.
             raise UnsupportedError("a prepared Fp8Linear has no gradient; use torch.no_grad()")
         out: torch.Tensor = torch.ops.fp8pass.scaled_mm(
             q,
-            self.weight.t(),
+            weight.t(),
             scale,
-            self.weight_scale,
-            self.bias,
+            weight_scale,
+            bias,
             x.dtype,
             self._act_key,
-            self._weight_key,
+            weight_key,
             False,
             self.weight_prepared,
         )
@@ -270,6 +317,7 @@ class Fp8Linear(nn.Module):
         """As for ``nn.Linear``, plus the recipe."""
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
+        text += ", merged" if self.weight_merged is not None else ""
         return text + (", prepared" if self.weight_prepared is not None else "")
 
     # -- moving, loading, copying: the codes keep their dtype, shared scales stay shared, and the
@@ -284,6 +332,31 @@ class Fp8Linear(nn.Module):
         scale = self.input_scale
         if self._shared_scale is not None and scale is not None:
             self._buffers["input_scale"] = self._shared_scale.shared(scale, made_from)
+
+    def merge_into(
+        self,
+        weights: torch.Tensor,
+        scales: torch.Tensor,
+        biases: torch.Tensor | None,
+        start: int,
+    ) -> None:
+        """Use rows ``[start, start + N)`` of tensors that hold this linear's values already."""
+        import fp8pass.ops  # noqa: F401  registers the operator that the forward now calls
+
+        rows = slice(start, start + self.out_features)
+        self.unprepare_weight()
+        self._merged_at = start
+        self._buffers["weight"] = weights[rows]
+        if self.weight_scale.dim():
+            self._buffers["weight_scale"] = scales[:, rows]
+        self._buffers.update(zip(MERGED, (weights, scales, biases), strict=True))
+
+    def unmerge(self) -> bool:
+        """Leave the merged tensors; whether it was in them. The weight stays a view of them."""
+        had = self.weight_merged is not None
+        self._buffers.update(dict.fromkeys(MERGED))
+        self._merged_at = -1
+        return had
 
     def prepare_weight(self) -> int:
         """Pack the weight for the CPU product; bytes of the copy, 0 if it is there already."""
@@ -316,6 +389,7 @@ class Fp8Linear(nn.Module):
         scale = self.input_scale
         device = self.weight.device
         prepared = self.weight_prepared is not None
+        self.unmerge()  # conversions make a tensor of each view
 
         def same_dtype(tensor: torch.Tensor) -> torch.Tensor:
             """``fn`` without its conversion: half precision would ruin the codes and scales."""
@@ -350,6 +424,7 @@ class Fp8Linear(nn.Module):
                 "such a checkpoint before quantize_, not after"
             )
             return
+        self.unmerge()  # scales and biases may be copied, and assigned weights are others
         if self.input_scale is not None and self._shared_scale is not None:
             # Loading copies in place, and this tensor may be other modules' as well.
             self._buffers["input_scale"] = self.input_scale.clone()
@@ -368,9 +443,13 @@ class Fp8Linear(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         # The packed layout belongs to this machine's kernel; a copy or a pickle packs its own.
         state: dict[str, Any] = {**self.__dict__, "_buffers": dict(self._buffers)}
-        state["_buffers"]["weight_prepared"] = None
+        state["_buffers"].update(dict.fromkeys(("weight_prepared", *MERGED)))
+        state["_merged_at"] = -1
         # torch.save knows float8, but plain pickle fails to load it; bytes always work.
-        state["_buffers"]["weight"] = self.weight.view(torch.uint8)
+        weight = self.weight
+        if weight.untyped_storage().nbytes() != weight.numel():
+            weight = weight.clone()  # of a view, the whole storage would be written
+        state["_buffers"]["weight"] = weight.view(torch.uint8)
         state["_packed_from"] = None
         state["_was_prepared"] = self.weight_prepared is not None
         return state

@@ -8,6 +8,7 @@ the weight at each call costs more than the product itself.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from torch import nn
 
 from fp8pass.errors import UnsupportedError
 from fp8pass.fp8_linear import Fp8Linear
+from fp8pass.merging import USUAL_GROUPS
+from fp8pass.merging import merge_linears as _merge
 from fp8pass.progress import track
 from fp8pass.target import HOST, Target
 
@@ -29,6 +32,7 @@ class PrepareReport:
         target: the target's name.
         skipped: name of each FP8 linear that got none, and why.
         message: one line for people.
+        merged: names of the linears that were merged, group by group.
     """
 
     layers: int
@@ -36,13 +40,18 @@ class PrepareReport:
     target: str
     skipped: dict[str, str]
     message: str
+    merged: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         return self.message
 
 
 def prepare(
-    model: nn.Module, target: Target | str | None = None, *, progress: bool | None = None
+    model: nn.Module,
+    target: Target | str | None = None,
+    *,
+    merge_linears: bool | Iterable[Iterable[str]] = False,
+    progress: bool | None = None,
 ) -> PrepareReport:
     """Add to each ``Fp8Linear`` of ``model`` the copy of its weight that ``target`` wants.
 
@@ -51,13 +60,21 @@ def prepare(
     Whoever writes to ``weight`` in another way calls ``prepare`` again, which packs what changed
     and leaves the rest.
 
+    With ``merge_linears`` q/k/v and gate/up projections also become one product each: their weights
+    are laid into one buffer (no more memory; the merged ones get no copy of their own), and the
+    pass makes one product of those that turn out to read the same quantised tensor. A result may
+    differ from the unmerged one only as two kernels do. Loading a state dict, converting or moving
+    the model undoes it; call ``prepare`` again then.
+
     Args:
         model: a model after :func:`fp8pass.nn.quantize_`.
         target: a target or its name; None means the device that the model's weights are on.
+        merge_linears: False, True for the usual names (:data:`fp8pass.merging.USUAL_GROUPS`), or
+            groups of attribute names of one module, such as ``[("wq", "wk", "wv")]``.
         progress: show a bar: True, False, or None for "when stderr is a terminal".
 
     Raises:
-        OptionError: unknown target.
+        OptionError: unknown target, or a group that is not one.
         UnsupportedError: ``target`` is None and the model holds no ``Fp8Linear``.
     """
     model = getattr(model, "_orig_mod", model)
@@ -71,13 +88,20 @@ def prepare(
         target = Target.detect(linears[0][1].weight.device)
     elif isinstance(target, str):
         target = Target.parse(target)
+    groups: list[tuple[str, ...]] = []
+    skipped: dict[str, str] = {}
+    if merge_linears is not False:
+        wanted = USUAL_GROUPS if merge_linears is True else merge_linears
+        groups, skipped = _merge(model, wanted)
+    told = f"{sum(map(len, groups))} linears merged into {len(groups)}" if groups else ""
     if not target.host:
-        message = f"nothing added: the kernels of {target.spec} need no preparation"
-        return PrepareReport(0, 0, target.spec, {}, message)
+        message = told or f"nothing added: the kernels of {target.spec} need no preparation"
+        return PrepareReport(0, 0, target.spec, skipped, message, tuple(groups))
 
     layers = added = 0
-    skipped: dict[str, str] = {}
     for name, linear in track(linears, "preparing", progress=progress):
+        if linear.weight_merged is not None:
+            continue  # it shares the weights of others, and has no copy of its own
         reason = _reason(linear)
         if reason is None:
             size = linear.prepare_weight()
@@ -88,14 +112,17 @@ def prepare(
             reason = "already prepared"
         skipped[name] = reason
     message = f"{layers} linears prepared for {target.spec}, {added / 2**20:.1f} MiB added"
+    if told:
+        message = f"{told}; {message}"
     if skipped:
         message += f", {len(skipped)} left"
-    return PrepareReport(layers, added, target.spec, skipped, message)
+    return PrepareReport(layers, added, target.spec, skipped, message, tuple(groups))
 
 
 def unprepare(model: nn.Module) -> int:
-    """Drop what :func:`prepare` added; the number of linears that had a copy."""
-    return sum(m.unprepare_weight() for m in model.modules() if isinstance(m, Fp8Linear))
+    """Drop what :func:`prepare` added; the number of linears that had a copy or were merged."""
+    linears = [m for m in model.modules() if isinstance(m, Fp8Linear)]
+    return sum([m.unprepare_weight() | m.unmerge() for m in linears])
 
 
 def _reason(linear: Fp8Linear) -> str | None:

@@ -94,6 +94,10 @@ class Workbench:
 
     # ---- asking ------------------------------------------------------------------------------
 
+    def position(self, node: fx.Node) -> int:
+        """Place of a node in the graph as received; the last place for one that was added since."""
+        return self._order.get(node, len(self._order))
+
     def live(self) -> set[fx.Node]:
         """Nodes that an output or a side effect needs."""
         stack = [node for node in self.graph.nodes if _impure(node)]
