@@ -22,8 +22,9 @@ import torch
 
 import fp8pass
 from fp8pass.demo.tiny import TinyConfig, TinyLlama
+from fp8pass.merging import merge_linears
 
-VARIANTS = ("bf16", "stock", "unprepared", "prepared", "prepared_fast")
+VARIANTS = ("bf16", "stock", "unprepared", "merged", "prepared", "prepared_fast")
 
 
 def build(layers: int) -> TinyLlama:
@@ -50,10 +51,13 @@ def variants(args: argparse.Namespace, ids: torch.Tensor) -> dict[str, Callable[
     fp8pass.quantize_(quantised, args.recipe, calibration=calibration, progress=False)
     prepared = copy.deepcopy(quantised)
     print(fp8pass.prepare(prepared, progress=False), file=sys.stderr)
+    merged = copy.deepcopy(quantised)
+    merge_linears(merged)
     made: dict[str, Callable[[], Callable[..., Any]]] = {
         "bf16": lambda: torch.compile(model),
         "stock": lambda: torch.compile(quantised),
         "unprepared": lambda: torch.compile(quantised, backend=fp8pass.fp8pass_backend),
+        "merged": lambda: torch.compile(merged, backend=fp8pass.fp8pass_backend),
         "prepared": lambda: torch.compile(prepared, backend=fp8pass.fp8pass_backend),
         "prepared_fast": lambda: torch.compile(
             prepared, backend=fp8pass.fp8pass_backend, options={"fp8pass.numerics": "fast"}
