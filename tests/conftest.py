@@ -15,6 +15,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--update-golden", action="store_true", help="write tests/golden anew, to be reviewed"
     )
+    parser.addoption(
+        "--long", action="store_true", help="more random examples (tests/spellings/test_random_*)"
+    )
 
 
 @pytest.fixture
