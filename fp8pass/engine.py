@@ -28,8 +28,7 @@ from fp8pass.lowerings.producers import lower_producer
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
-from fp8pass.patterns.producers import RULES
-from fp8pass.patterns.rule import Fuel, RuleEngine
+from fp8pass.patterns.rule import Fuel, RuleEngine, rules
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.report import GraphRecord, Rejected, Site
 from fp8pass.site_draft import Draft
@@ -136,7 +135,7 @@ class Run:
 
         fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
-            self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(RULES)
+            self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(rules())
         self.done("fuse", "lower")
 
         drafts = list(reader.drafts.values())

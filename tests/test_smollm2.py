@@ -214,7 +214,7 @@ def test_an_empty_pass_does_not_pass_for_one_that_works(
 ) -> None:
     from fp8pass import engine
 
-    monkeypatch.setattr(engine, "RULES", ())
+    monkeypatch.setattr(engine, "rules", tuple)
     monkeypatch.setattr(engine.Run, "_lower_product", lambda *args: None)
     tiny = demo_model.load("tiny")
     ids = torch.arange(16)[None]

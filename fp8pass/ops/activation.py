@@ -107,6 +107,8 @@ SILU_MUL = register(
         _inputs,
         1e-3,
         "exp differs between math libraries in the last bit",
+        kind="activation",
+        what="SiLU·mul",
     )
 )
 SILU_MUL_QUANT = register(

@@ -30,6 +30,9 @@ class OpSpec:
         tolerance: largest allowed fraction of codes that differ by one step from the reference,
             for an implementation that may only change the order of a reduction.
         tolerance_reason: why that number.
+        kind: for an operator that stands for something read: ``norm``, ``activation``, ``quantize``
+            or ``scaled_mm``, as reports say it; else empty.
+        what: the word for it in messages.
     """
 
     name: str
@@ -39,6 +42,8 @@ class OpSpec:
     inputs: Callable[[torch.Generator], Iterator[tuple[Any, ...]]]
     tolerance: float
     tolerance_reason: str
+    kind: str = ""
+    what: str = ""
 
     @property
     def op(self) -> torch._ops.OpOverload:
@@ -47,8 +52,20 @@ class OpSpec:
         assert isinstance(overload, torch._ops.OpOverload)
         return overload
 
+    @property
+    def results(self) -> tuple[str, ...]:
+        """Short names of its results: ``q`` and ``scale``, ``y``, ``total``, ``out``."""
+        only = "out" if self.kind == "scaled_mm" else "y"
+        names = (r.name or only for r in self.op._schema.returns)
+        return tuple(name.removesuffix("_out") for name in names)
+
 
 SPECS: dict[str, OpSpec] = {}
+
+
+def generic() -> dict[Any, OpSpec]:
+    """The operators that stand for something read, by overload."""
+    return {spec.op: spec for spec in SPECS.values() if spec.kind}
 
 
 def register(spec: OpSpec) -> OpSpec:

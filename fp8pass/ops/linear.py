@@ -105,5 +105,7 @@ SCALED_MM = register(
         _inputs,
         0.0,
         "2 ulp of the result plus 2^-10 of the sum of magnitudes: see docs/numerics.md",
+        kind="scaled_mm",
+        what="scaled product",
     )
 )

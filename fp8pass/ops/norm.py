@@ -234,6 +234,8 @@ RMS_NORM = register(
         _norm_inputs,
         1e-3,
         _REDUCTION,
+        kind="norm",
+        what="norm",
     )
 )
 ADD_RMS_NORM = register(
@@ -246,6 +248,8 @@ ADD_RMS_NORM = register(
         _add_norm_inputs,
         1e-3,
         _REDUCTION,
+        kind="norm",
+        what="norm",
     )
 )
 RMS_NORM_QUANT = register(

@@ -228,5 +228,7 @@ SPEC = register(
         inputs=inputs,
         tolerance=0.0,
         tolerance_reason="a maximum has no rounding, so the result does not depend on its order",
+        kind="quantize",
+        what="quantise",
     )
 )

@@ -101,6 +101,7 @@ ADD_RMS_NORM_QUANT = Rule(
         ("x", "residual", "weight", "scale", "eps", "form", "quant_form"),
         total=True,
     ),
+    order=10,
 )
 
 SILU_MUL_QUANT = Rule(

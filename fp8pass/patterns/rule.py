@@ -8,8 +8,11 @@ gives a :class:`Verdict`; the first one that says no is the reason in the report
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from torch import fx
@@ -58,12 +61,27 @@ class Rule:
         pattern: expression whose root is the quantise.
         where: conditions, asked in this order.
         emit: makes the fused operator and gives it the uses; returns what was swapped.
+        order: rules are tried in this order: the longest pattern first.
     """
 
     name: str
     pattern: PatternExpr
     where: tuple[Condition, ...]
     emit: Emit
+    order: int = 100
+
+
+@cache
+def rules() -> tuple[Rule, ...]:
+    """The rules of every file of this folder that has ``RULES``, by their order and name."""
+    package = importlib.import_module(__package__)
+    found: list[Rule] = []
+    for info in pkgutil.iter_modules(package.__path__):
+        found += getattr(importlib.import_module(f"{__package__}.{info.name}"), "RULES", ())
+    names = [rule.name for rule in found]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two rules of one name among {', '.join(sorted(names))}")
+    return tuple(sorted(found, key=lambda rule: (rule.order, rule.name)))
 
 
 def scale_is_independent(fusion: Fusion) -> Verdict:

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.ops.forms import MODEL_DTYPES, ActForm
+from fp8pass.spellings.registry import Producer, Spelling
 from fp8pass.spellings.walk import (
     ADD,
     aten,
@@ -97,3 +99,15 @@ def match_silu_mul(node: fx.Node) -> ActMatch | None:
     if dtype_of(user) != promoted or not same_shape(result, value) or not contiguous(result):
         return None
     return ActMatch(root, gate, up, ActForm(core[1], mid, result.dtype))
+
+
+def _spelled(node: fx.Node) -> Producer | None:
+    found = match_silu_mul(node)
+    if found is None:
+        return None
+    form = str(found.form)
+    args = (found.gate, found.up, form)
+    return Producer(torch.ops.fp8pass.silu_mul.default, args, form, {"y": found.root})
+
+
+SPELLINGS = (Spelling("silu_mul", (aten.mul.Tensor, aten.div.Tensor), _spelled, order=20),)

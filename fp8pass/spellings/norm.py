@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.ops.forms import MODEL_DTYPES, NormForm
+from fp8pass.spellings.registry import Producer, Spelling
 from fp8pass.spellings.walk import (
     ADD,
     DIV,
@@ -37,6 +39,7 @@ from fp8pass.spellings.walk import (
     tensor,
 )
 
+_ops = torch.ops.fp8pass
 _NARROW = (torch.bfloat16, torch.float16)
 
 
@@ -195,3 +198,20 @@ def _residual_add(x: fx.Node) -> fx.Node | None:
         if value is None or value.dtype != total.dtype or not same_shape(value, total):
             return None
     return x
+
+
+def _spelled(node: fx.Node) -> Producer | None:
+    found = match_norm(node)
+    if found is None:
+        return None
+    form = str(found.form)
+    tail = (found.weight, found.eps, form)
+    plain = Producer(_ops.rms_norm.default, (found.x, *tail), form, {"y": found.root})
+    add = found.add
+    if add is None:
+        return plain
+    results = {"y": found.root, "total": add}
+    return Producer(_ops.add_rms_norm.default, (*add.args, *tail), form, results, plain)
+
+
+SPELLINGS = (Spelling("rms_norm", (aten.mul.Tensor, aten.div.Tensor), _spelled, order=10),)

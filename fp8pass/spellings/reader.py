@@ -18,13 +18,13 @@ import torch
 from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
+from fp8pass.ops.library import generic
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
-from fp8pass.spellings.activation import match_silu_mul
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
-from fp8pass.spellings.norm import NormMatch, match_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
+from fp8pass.spellings.registry import Producer, spellings
 from fp8pass.spellings.walk import (
     VIEWS,
     aten,
@@ -40,15 +40,9 @@ from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
 
-#: generic operator -> (kind, word for messages, names of its results)
-GENERIC: dict[Any, tuple[str, str, tuple[str, ...]]] = {
-    _ops.rms_norm.default: ("norm", "norm", ("y",)),
-    _ops.add_rms_norm.default: ("norm", "norm", ("y", "total")),
-    _ops.silu_mul.default: ("activation", "SiLU·mul", ("y",)),
-    _ops.quantize.default: ("quantize", "quantise", ("q", "scale")),
-    _ops.scaled_mm.default: ("scaled_mm", "scaled product", ("out",)),
-}
-_PRODUCERS = frozenset({_ops.rms_norm.default, _ops.add_rms_norm.default, _ops.silu_mul.default})
+#: the operators that stand for something read
+GENERIC = generic()
+_PRODUCERS = frozenset(op for op, spec in GENERIC.items() if spec.kind in ("norm", "activation"))
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -91,26 +85,18 @@ class Reader:
 
     def read_producers(self) -> None:
         """Norms and activations."""
+        known = spellings()
         for node in list(self.bench.graph.nodes):
             if node.op != "call_function":
                 continue
-            if node.target in GENERIC and GENERIC[node.target][0] in ("norm", "activation"):
+            if node.target in _PRODUCERS:
                 self._take_native(node)
-            elif node.target in (aten.mul.Tensor, aten.div.Tensor):
-                norm = match_norm(node)
-                if norm is not None:
-                    self._put_norm(norm)
-                    continue
-                act = match_silu_mul(node)
-                if act is not None:
-                    form = str(act.form)
-                    self._put_single(
-                        "activation",
-                        act.root,
-                        _ops.silu_mul.default,
-                        (act.gate, act.up, form),
-                        form,
-                    )
+                continue
+            for spelling in known.get(node.target, ()):
+                found = spelling.match(node)
+                if found is not None:
+                    self._put_producer(found)
+                    break
 
     def read_quantises(self) -> None:
         """Casts to fp8."""
@@ -154,16 +140,16 @@ class Reader:
     # ---- putting generic operators in ----------------------------------------------------------
 
     def _draft(self, node: fx.Node, root: fx.Node, outputs: dict[str, fx.Node], form: str) -> Draft:
-        kind, what, _ = GENERIC[node.target]
+        spec = GENERIC[node.target]
         value = val(next(iter(outputs.values())))
-        draft = Draft(kind, what, node, outputs, [], root.name, form, where=where(root))
+        draft = Draft(spec.kind, spec.what, node, outputs, [], root.name, form, where=where(root))
         draft.shape = "x".join(str(size) for size in value.shape)
         self.drafts[node] = draft
         return draft
 
     def _take_native(self, node: fx.Node) -> None:
         """An operator of fp8pass that the model emitted itself."""
-        _, _, names = GENERIC[node.target]
+        names = GENERIC[node.target].results
         outputs = {names[0]: node}
         if len(names) > 1:
             graph = self.bench.graph
@@ -195,23 +181,25 @@ class Reader:
         draft.swaps.append(self.bench.swap(root, node))
         return draft
 
-    def _put_norm(self, found: NormMatch) -> None:
-        form = str(found.form)
-        add = found.add
-        if add is not None and self.bench.depends_on(found.weight, add):
-            add = None  # the weight is computed from the sum: taking the sum over would be a cycle
-        if add is None:
-            plain = (found.x, found.weight, found.eps, form)
-            self._put_single("norm", found.root, _ops.rms_norm.default, plain, form)
-            return
-        root = found.root
+    def _put_producer(self, found: Producer) -> None:
+        """Put the generic operator in, behind the first of the nodes that it stands for."""
+        names, olds = list(found.results), list(found.results.values())
+        cycle = any(self.bench.depends_on(arg, old) for old in olds for arg in found.args)
+        if cycle and found.otherwise is not None:
+            return self._put_producer(found.otherwise)
+        root = olds[0]
+        if len(olds) == 1:
+            spec = GENERIC[found.op]
+            self._put_single(spec.kind, root, found.op, found.args, found.form, names[0])
+            return None
         with self.bench.graph.inserting_after(root):
-            args = (*add.args, found.weight, found.eps, form)
-            node = self.bench.call(_ops.add_rms_norm.default, args, root, (val(root), val(add)))
+            values = tuple(val(old) for old in olds)
+            node = self.bench.call(found.op, found.args, root, values)
         with self.bench.graph.inserting_after(node):
-            y, total = self.bench.items(node, root)
-        draft = self._draft(node, root, {"y": y, "total": total}, form)
-        draft.swaps += [self.bench.swap(root, y), self.bench.swap(add, total)]
+            news = self.bench.items(node, root)
+        draft = self._draft(node, root, dict(zip(names, news, strict=True)), found.form)
+        draft.swaps += [self.bench.swap(old, new) for old, new in zip(olds, news, strict=True)]
+        return None
 
     def _put_quantise(self, found: QuantMatch) -> None:
         base, views = _look_through(found)
@@ -320,7 +308,7 @@ def _mixed_rows(found: QuantMatch) -> Verdict | None:
         "FP8-F008",
         before=tuple(val(source).shape),
         after=tuple(val(found.x).shape),
-        what=GENERIC[producer.target][1],
+        what=GENERIC[producer.target].what,
     )
 
 

@@ -1,0 +1,72 @@
+"""Spellings of norms and activations: what a file of this folder offers to the reader.
+
+A spelling is a structural walker that starts at a node of one of its anchors and either gives a
+:class:`Producer` or None. It changes nothing; the reader puts the operator in. A file of this
+folder lists its own in ``SPELLINGS``; they are found by that name: a new one is a new file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import fx
+
+
+@dataclass(frozen=True, slots=True)
+class Producer:
+    """A norm or an activation that a spelling found.
+
+    Attributes:
+        op: the generic operator that stands for it.
+        args: its arguments.
+        form: text of its form.
+        results: name of a result of ``op`` -> the node whose value it is, in the operator's order.
+        otherwise: what to put instead if an argument turns out to be computed from one of the
+            results, which would be a cycle.
+    """
+
+    op: Any
+    args: tuple[Any, ...]
+    form: str
+    results: dict[str, fx.Node]
+    otherwise: Producer | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Spelling:
+    """One way to write a norm or an activation.
+
+    Attributes:
+        name: for messages.
+        anchors: overloads of the nodes at which ``match`` is tried.
+        match: the reader; None if the node is not one.
+        order: spellings of one anchor are tried in this order, then by name.
+    """
+
+    name: str
+    anchors: tuple[Any, ...]
+    match: Callable[[fx.Node], Producer | None]
+    order: int = 100
+
+
+@cache
+def spellings() -> dict[Any, tuple[Spelling, ...]]:
+    """Anchor -> the spellings to try there, from every file of this folder."""
+    package = importlib.import_module(__package__)
+    found: list[Spelling] = []
+    for info in pkgutil.iter_modules(package.__path__):
+        module = importlib.import_module(f"{__package__}.{info.name}")
+        found += getattr(module, "SPELLINGS", ())
+    names = [spelling.name for spelling in found]
+    if len(set(names)) != len(names):
+        raise ValueError(f"two spellings of one name among {', '.join(sorted(names))}")
+    table: dict[Any, list[Spelling]] = {}
+    for spelling in sorted(found, key=lambda s: (s.order, s.name)):
+        for anchor in spelling.anchors:
+            table.setdefault(anchor, []).append(spelling)
+    return {anchor: tuple(tried) for anchor, tried in table.items()}
