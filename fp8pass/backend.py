@@ -141,9 +141,11 @@ def numerics_patches(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
     from fp8pass.lowerings.producers import inductor_patches
     from fp8pass.target import Target
 
+    # codes that come in, and codes that are made here
+    values = [node.meta.get("example_value") for node in gm.graph.nodes]
     devices = {
         value.device
-        for value in [*inputs, *gm.buffers(), *gm.parameters()]
+        for value in [*inputs, *gm.buffers(), *gm.parameters(), *values]
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
     }
     if len({device.type for device in devices}) != 1:

@@ -140,8 +140,10 @@ class Run:
 
         drafts = list(reader.drafts.values())
         live = bench.live()
-        for draft in drafts:
+        for draft in drafts:  # now, while the graph still says what the reasons name
             _count_readers(draft, live)
+            if draft.status == "left" and draft.fused_into is None and draft.kind != "scaled_mm":
+                draft.refuse("", not_fused(draft, live, reader.drafts))
         for merged in merge_products(bench, drafts) if stage != "joint" else ():
             self._lower_product(bench, merged.draft, target, fuel)
             finish_merge(bench, merged)
@@ -153,11 +155,7 @@ class Run:
                 lower_producer(bench, draft, target, self.options)
         self.done("lower", "give back")
 
-        left = [d for d in drafts if d.status == "left" and d.fused_into is None]
-        for draft in left:  # all reasons first, while the graph still says what they name
-            if draft.verdict is None:
-                draft.refuse("", not_fused(draft, live))
-        for draft in left:
+        for draft in (d for d in drafts if d.status == "left" and d.fused_into is None):
             bench.undo(draft.swaps)
             if not draft.swaps:
                 write_out(bench, draft)

@@ -313,7 +313,7 @@ PLACES = [
     ("fp8pass.engine.problem_of", "lower", ("post", "all")),
     ("fp8pass.engine.choose", "lower", ("post", "all")),
     ("fp8pass.engine.emit_site", "lower", ("post", "all")),
-    ("fp8pass.engine.not_fused", "give back", ("joint", "all")),
+    ("fp8pass.engine.not_fused", "lower", ("joint", "all")),
     ("fp8pass.workbench.Workbench.finish", "check", ("joint", "post", "all")),
     ("fp8pass.engine._sites", "report", ("joint", "post", "all")),
     ("fp8pass.workbench.Snapshot.check_outputs", "report", ("joint", "post", "all")),

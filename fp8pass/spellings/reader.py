@@ -312,6 +312,14 @@ def _mixed_rows(found: QuantMatch) -> Verdict | None:
     )
 
 
+def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
+    """The producer that gives ``value`` beside the codes of another quantise, if there is one."""
+    for draft in drafts.values():
+        if draft.status == "fused" and any(swap.new is value for swap in draft.swaps):
+            return draft
+    return None
+
+
 def describe(node: Any) -> str:
     """A short name of what made a value, for messages."""
     if not isinstance(node, fx.Node):
@@ -330,10 +338,19 @@ def readers_text(nodes: list[fx.Node]) -> str:
     return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
 
 
-def not_fused(draft: Draft, live: set[fx.Node]) -> Verdict:
-    """Why a producer or a quantise that no rule took was left."""
+def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) -> Verdict:
+    """Why a producer or a quantise that no rule took was left; asked before anything is lowered."""
     if draft.kind == "quantize":
         source = draft.node.args[0]
+        first = _fused_already(source, drafts)
+        if first is not None:
+            return no(
+                "FP8-F004",
+                node=draft.root_name,
+                what=first.what,
+                key=draft.form,
+                fused=first.quant_form,
+            )
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     return no("FP8-F001", what=draft.what, readers=readers_text(users))
