@@ -12,6 +12,7 @@ Operators of ``fp8pass::`` that the model emitted itself are taken as they are.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -201,17 +202,22 @@ class Reader:
         if add is not None and self.bench.depends_on(found.weight, add):
             add = None  # the weight is computed from the sum: taking the sum over would be a cycle
         if add is None:
+            form = str(replace(found.form, sum="rounded"))
             plain = (found.x, found.weight, found.eps, form)
             self._put_single("norm", found.root, _ops.rms_norm.default, plain, form)
             return
-        root = found.root
-        with self.bench.graph.inserting_after(root):
-            args = (*add.args, found.weight, found.eps, form)
-            node = self.bench.call(_ops.add_rms_norm.default, args, root, (val(root), val(add)))
-        with self.bench.graph.inserting_after(node):
-            y, total = self.bench.items(node, root)
+        root, bench = found.root, self.bench
+        shape, narrow = val(add), val(found.operands[0])
+        rounded = found.form.sum == "rounded"
+        value = val(add) if rounded else bench.fresh(shape, shape.shape, narrow.dtype)
+        with bench.graph.inserting_after(root):
+            args = (*found.operands, found.weight, found.eps, form)
+            node = bench.call(_ops.add_rms_norm.default, args, root, (val(root), value))
+        with bench.graph.inserting_after(node):
+            y, total = bench.items(node, root)
         draft = self._draft(node, root, {"y": y, "total": total}, form)
-        draft.swaps += [self.bench.swap(root, y), self.bench.swap(add, total)]
+        draft.swaps.append(bench.swap(root, y))
+        draft.swaps += [bench.swap(old, total) for old in found.totals]
 
     def _put_quantise(self, found: QuantMatch) -> None:
         base, views = _look_through(found)
