@@ -25,6 +25,7 @@ from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import match_silu_mul
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm import NormMatch, match_norm
+from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
 from fp8pass.spellings.walk import (
     VIEWS,
@@ -352,6 +353,9 @@ def not_fused(draft: Draft, live: set[fx.Node]) -> Verdict:
     """Why a producer or a quantise that no rule took was left."""
     if draft.kind == "quantize":
         source = draft.node.args[0]
+        norm = unread_norm(source)
+        if norm is not None:
+            return no("FP8-R003", node=norm[0], why=norm[1])
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     return no("FP8-F001", what=draft.what, readers=readers_text(users))
