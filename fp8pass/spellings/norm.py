@@ -98,7 +98,7 @@ class _Core:
 # ---- the mean square and its root ----------------------------------------------------------------
 #
 # Views are looked through on the way up: all of them keep the order of the elements, so that it is
-# enough that the factor at the anchor has one value for each row of x (`_one_per_row`).
+# enough that the factor at the anchor has one value for each row of x (`one_per_row`).
 
 
 def is_power(node: Any, exponent: float) -> bool:
@@ -219,7 +219,7 @@ def inverse_root(node: Any) -> Root | None:
 # ---- the anchor ----------------------------------------------------------------------------------
 
 
-def _one_per_row(factor: Any, x: torch.Tensor) -> bool:
+def one_per_row(factor: Any, x: torch.Tensor) -> bool:
     """Whether ``factor`` has one value for each row of x, and is broadcast along the row."""
     value = tensor(factor)
     if value is None or value.dim() != x.dim() or not same(value.shape[-1], 1):
@@ -266,7 +266,7 @@ def _core_of(value: Any, factor: Any, divides: bool) -> _Core | None:
         if weight is None:
             return None
     x = tensor(root.of.source)
-    if x is None or x.dim() == 0 or not _one_per_row(per_row, x):
+    if x is None or x.dim() == 0 or not one_per_row(per_row, x):
         return None
     if not is_source(root, value):
         if weight is not None:
@@ -424,9 +424,11 @@ def _with_residual(found: NormMatch, inside: set[fx.Node]) -> NormMatch:
 def _wide_operands(add: fx.Node, total: torch.Tensor) -> tuple[fx.Node, fx.Node] | None:
     """The narrow operands of a sum in float32, of one dtype and of the shape of the sum."""
     operands = [peel_widening(operand) for operand in add.args]
-    values = [tensor(operand) for operand in operands]
-    if total.dtype != torch.float32 or any(v is None or v.dtype not in _NARROW for v in values):
+    dtypes = {dtype_of(operand) for operand in operands}
+    if total.dtype != torch.float32 or len(dtypes) != 1 or not dtypes <= set(_NARROW):
         return None
-    if values[0].dtype != values[1].dtype or not all(same_shape(v, total) for v in values):
-        return None
+    for operand in operands:
+        value = tensor(operand)
+        if value is None or not same_shape(value, total):
+            return None
     return operands[0], operands[1]

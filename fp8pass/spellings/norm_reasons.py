@@ -89,7 +89,8 @@ def _statistic(factor: Any) -> tuple[tuple[fx.Node, ...], fx.Node] | None:
         aten.pow.Tensor_Scalar,
         operator.getitem,
     )
-    nodes, rooted = [], False
+    nodes: list[fx.Node] = []
+    rooted = False
     for node in _up(factor, through):
         if is_call(node, *_MEANS, *_VARIANCES):
             return (tuple(nodes), node) if rooted else None

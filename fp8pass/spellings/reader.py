@@ -23,6 +23,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import match_silu_mul
+from fp8pass.spellings.layer_norm import match_layer_norm
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm import NormMatch, match_norm
 from fp8pass.spellings.norm_reasons import unread_norm
@@ -46,11 +47,19 @@ _ops = torch.ops.fp8pass
 GENERIC: dict[Any, tuple[str, str, tuple[str, ...]]] = {
     _ops.rms_norm.default: ("norm", "norm", ("y",)),
     _ops.add_rms_norm.default: ("norm", "norm", ("y", "total")),
+    _ops.layer_norm.default: ("norm", "norm", ("y",)),
     _ops.silu_mul.default: ("activation", "SiLU·mul", ("y",)),
     _ops.quantize.default: ("quantize", "quantise", ("q", "scale")),
     _ops.scaled_mm.default: ("scaled_mm", "scaled product", ("out",)),
 }
-_PRODUCERS = frozenset({_ops.rms_norm.default, _ops.add_rms_norm.default, _ops.silu_mul.default})
+_PRODUCERS = frozenset(
+    {
+        _ops.rms_norm.default,
+        _ops.add_rms_norm.default,
+        _ops.layer_norm.default,
+        _ops.silu_mul.default,
+    }
+)
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -99,6 +108,12 @@ class Reader:
             if node.target in GENERIC and GENERIC[node.target][0] in ("norm", "activation"):
                 self._take_native(node)
             elif node.target in (aten.mul.Tensor, aten.div.Tensor):
+                layer = match_layer_norm(node)
+                if layer is not None:
+                    form = str(layer.form)
+                    args = (layer.x, layer.weight, layer.bias, layer.eps, form)
+                    self._put_single("norm", layer.root, _ops.layer_norm.default, args, form)
+                    continue
                 norm = match_norm(node)
                 if norm is not None:
                     self._put_norm(norm)
