@@ -70,6 +70,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the scaled product {node} is not read: {why}",
         "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
     ),
+    Reason(
+        "FP8-R003",
+        "a norm that is not read",
+        "the input of this quantise comes from a norm at {node} that fp8pass cannot read: {why}",
+        "docs/numerics.md lists the norms that are read; another function is never taken for one",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

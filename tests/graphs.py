@@ -198,6 +198,7 @@ class Passed:
 FUSED = (
     "fp8pass.rms_norm_quant.default",
     "fp8pass.add_rms_norm_quant.default",
+    "fp8pass.layer_norm_quant.default",
     "fp8pass.silu_mul_quant.default",
 )
 

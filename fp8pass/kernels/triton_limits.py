@@ -89,6 +89,10 @@ def why_not_norm(
     for name, dtype in dtypes.items():
         if dtype is not None and (why := _why_not_dtype(name, dtype)):
             return why
+    if norm.out is not None and weight_dtype is not None:
+        product = torch.promote_types(norm.mid, weight_dtype)
+        if product != torch.float32:
+            return f"a cast to {norm.out} after a product that is rounded to {product}"
     return _why_not_width(width, MAX_ROW) or _why_not_quant(quant)
 
 

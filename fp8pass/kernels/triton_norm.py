@@ -63,6 +63,8 @@ def _load_weights(
 def _inverse_rms(
     chunks,
     eps,
+    MEAN: tl.constexpr,
+    EPS: tl.constexpr,
     ROOT: tl.constexpr,
     WIDTH: tl.constexpr,
     INVERSE_WIDTH: tl.constexpr,
@@ -78,17 +80,27 @@ def _inverse_rms(
     for c in tl.static_range(1, CHUNKS):
         squares += chunks[c] * chunks[c]
     total = tl.reduce(squares, 0, plus)
-    if NATIVE:
+    if MEAN == "norm_div":
+        norm = tl.sqrt_rn(total)
+        total = times(norm, norm, NATIVE)
+    if NATIVE or MEAN == "sum_mul":
         mean = times(total, INVERSE_WIDTH, NATIVE)
     else:
         mean = tl.div_rn(total, WIDTH * 1.0)
-    shifted = mean + eps
+    if EPS == "inside":
+        mean = mean + eps
+    elif EPS == "max":
+        mean = larger(mean, eps)
     if ROOT == "rsqrt":
-        inverse = inverse_root(shifted)
-    elif ROOT == "recip_sqrt":
-        inverse = tl.div_rn(1.0, tl.sqrt_rn(shifted))
+        inverse = inverse_root(mean)
     else:
-        inverse = tl.sqrt_rn(shifted)
+        inverse = tl.sqrt_rn(mean)
+        if EPS == "outside":
+            inverse = inverse + eps
+        elif EPS == "outside_max":
+            inverse = larger(inverse, eps)
+        if ROOT == "recip_sqrt":
+            inverse = tl.div_rn(1.0, inverse)
     return inverse
 
 
@@ -109,10 +121,21 @@ def _normalised(
     """The normalised row with every rounding of its form, as float32."""
     results = ()
     for c in tl.static_range(CHUNKS):
-        if ROOT == "div_sqrt":
-            value = tl.div_rn(chunks[c], tl.full(chunks[c].shape, 0.0, tl.float32) + inverse)
+        value = chunks[c]
+        by = inverse
+        if WEIGHT == "x_first":
+            value = value * widen(weights[c], NATIVE)
+        elif WEIGHT == "root_first":
+            by = widen(weights[c], NATIVE)
+            by = (
+                tl.div_rn(by, tl.full(by.shape, 0.0, tl.float32) + inverse)
+                if ROOT == "div_sqrt"
+                else by * inverse
+            )
+        if ROOT == "div_sqrt" and WEIGHT != "root_first":
+            value = tl.div_rn(value, tl.full(value.shape, 0.0, tl.float32) + by)
         else:
-            value = chunks[c] * inverse
+            value = value * by
         if WEIGHT == "after_cast":
             value = rounded(value, MID, NATIVE)
             value = rounded(value * widen(weights[c], NATIVE), OUT, NATIVE)
@@ -128,11 +151,20 @@ def _normalised(
 
 @triton.jit
 def _sums(values, residual, TOTAL: tl.constexpr, CHUNKS: tl.constexpr):
-    """Two rows added and rounded to the dtype of their sum."""
+    """Two rows added and rounded to ``TOTAL``."""
     sums = ()
     for c in tl.static_range(CHUNKS):
         sums = sums + (rounded(values[c] + residual[c], TOTAL, NATIVE),)
     return sums
+
+
+@triton.jit
+def _rounded_to(values, TOTAL: tl.constexpr, CHUNKS: tl.constexpr):
+    """A row rounded to ``TOTAL``."""
+    results = ()
+    for c in tl.static_range(CHUNKS):
+        results = results + (rounded(values[c], TOTAL, NATIVE),)
+    return results
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -150,10 +182,13 @@ def _norm_rows(
     x_pitch,
     residual_pitch,
     eps,
+    MEAN: tl.constexpr,
+    EPS: tl.constexpr,
     ROOT: tl.constexpr,
     WEIGHT: tl.constexpr,
     MID: tl.constexpr,
     OUT: tl.constexpr,
+    SUM: tl.constexpr,
     TOTAL: tl.constexpr,
     INVERSE_WIDTH: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -187,10 +222,11 @@ def _norm_rows(
         if SCALE == "given":
             scale = tl.load(scale_ptr)
         if residual_ptr is not None:
-            values = _sums(values, residual, TOTAL, CHUNKS)
+            values = _sums(values, residual, SUM, CHUNKS)
         if total_ptr is not None:
-            store_chunks(total_ptr + row * WIDTH, values, 0, TOTAL, CHUNKS, CHUNK, LIMIT)
-        inverse = _inverse_rms(values, eps, ROOT, WIDTH, INVERSE_WIDTH, CHUNKS)
+            totals = _rounded_to(values, TOTAL, CHUNKS) if SUM != TOTAL else values
+            store_chunks(total_ptr + row * WIDTH, totals, 0, TOTAL, CHUNKS, CHUNK, LIMIT)
+        inverse = _inverse_rms(values, eps, MEAN, EPS, ROOT, WIDTH, INVERSE_WIDTH, CHUNKS)
         results = _normalised(
             values, weights, 0, inverse, ROOT, WEIGHT, MID, OUT, CHUNKS, CHUNK, LIMIT
         )
@@ -276,7 +312,8 @@ def _norm_constants(form: str, weight_dtype: torch.dtype | None) -> tuple[dict[s
     norm = NormForm.parse(form)
     out = norm.mid
     if norm.weight == "after_cast" and weight_dtype is not None:
-        out = torch.promote_types(norm.mid, weight_dtype)
+        # a last cast comes after a float32 product only, so it is the product's one rounding
+        out = norm.out or torch.promote_types(norm.mid, weight_dtype)
     constants = {
         "ROOT": norm.root,
         "WEIGHT": norm.weight,
@@ -323,6 +360,16 @@ def _run(
         weight = weight.contiguous()
     source, rows, pitch = host.rows_of(x, width)
     total, other, other_pitch, total_dtype = None, None, 0, x.dtype
+    parsed = NormForm.parse(form)
+    per_tensor = scale is None and quant.granularity == "tensor"
+    wide_sum = residual is not None and parsed.sum == "float32"
+    if residual is not None and wide_sum and per_tensor and rows > 1:
+        # the second pass would need the sum before its rounding, which the first does not store
+        wide = x.to(torch.float32) + residual.to(torch.float32)
+        rest = (weight, scale, eps, form, quant_form, keep)
+        q, scale_out, y = rms_norm_quant(wide, *rest)
+        total_dtype = torch.promote_types(x.dtype, residual.dtype)
+        return q, scale_out, y, wide.to(total_dtype, memory_format=torch.contiguous_format)
     if residual is not None:
         other, _, other_pitch = host.rows_of(residual, width)
         total_dtype = torch.promote_types(x.dtype, residual.dtype)
@@ -330,7 +377,6 @@ def _run(
     q = torch.empty(x.shape, dtype=quant.dtype, device=x.device)
     y = torch.empty(x.shape if keep else (0,), dtype=out, device=x.device)
 
-    per_tensor = scale is None and quant.granularity == "tensor"
     if scale is not None:
         scale_out = nothing(x, torch.float32)
     else:
@@ -354,7 +400,8 @@ def _run(
         _norm_rows, programs, x.device,
         source, other, weight, used, stored, y if keep else None, total, inverse, partials,
         rows, pitch, other_pitch, eps,
-        TOTAL=host.TL[total_dtype], INVERSE_WIDTH=host.reciprocal(width),
+        MEAN=parsed.mean, EPS=parsed.eps, INVERSE_WIDTH=host.reciprocal(width),
+        SUM=host.TL[torch.float32 if wide_sum else total_dtype], TOTAL=host.TL[total_dtype],
         **norm, **host.row_constants(width, shape), **quantise,
     )  # fmt: skip
     if two_passes:

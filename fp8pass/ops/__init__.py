@@ -6,8 +6,8 @@ running, so whatever can be unpickled from such a cache imports this module.
 
 from __future__ import annotations
 
-from fp8pass.ops import activation, linear, norm, quantize
-from fp8pass.ops.forms import ActForm, NormForm, QuantForm, dynamic_form, static_form
+from fp8pass.ops import activation, layer_norm, linear, norm, quantize
+from fp8pass.ops.forms import ActForm, LayerNormForm, NormForm, QuantForm, dynamic_form, static_form
 from fp8pass.ops.library import SPECS, OpSpec
 
 # last, since it builds on all of the above: the operators of single kernels
@@ -16,11 +16,13 @@ from fp8pass.kernels import operators  # isort: skip
 __all__ = [
     "SPECS",
     "ActForm",
+    "LayerNormForm",
     "NormForm",
     "OpSpec",
     "QuantForm",
     "activation",
     "dynamic_form",
+    "layer_norm",
     "linear",
     "norm",
     "operators",

@@ -8,7 +8,16 @@ the graph as a string, since a schema cannot hold a Python object; ``parse`` is 
 
 from fp8pass.ops.act_form import ActForm
 from fp8pass.ops.form_words import MODEL_DTYPES
+from fp8pass.ops.layer_norm_form import LayerNormForm
 from fp8pass.ops.norm_form import NormForm
 from fp8pass.ops.quant_form import QuantForm, dynamic_form, static_form
 
-__all__ = ["MODEL_DTYPES", "ActForm", "NormForm", "QuantForm", "dynamic_form", "static_form"]
+__all__ = [
+    "MODEL_DTYPES",
+    "ActForm",
+    "LayerNormForm",
+    "NormForm",
+    "QuantForm",
+    "dynamic_form",
+    "static_form",
+]

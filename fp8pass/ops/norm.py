@@ -21,33 +21,53 @@ from fp8pass.ops.quantize import (
 _REDUCTION = "only the order of the sum of squares may differ; one step in 0.1 % of codes"
 
 
-def _normalise(
-    x: torch.Tensor, weight: torch.Tensor | None, eps: float, form: NormForm
-) -> torch.Tensor:
-    """``x [..., H]`` -> the normalised value, every rounding where the form says it is."""
-    wide = x.to(torch.float32)
+def _root_of(wide: torch.Tensor, eps: float, form: NormForm) -> torch.Tensor:
+    """``1 / rms`` of float32 rows, or the rms itself if the form divides by it."""
     square = wide.pow(2)
     if form.mean == "mean":
         mean = square.mean(-1, keepdim=True)
     else:
-        mean = square.sum(-1, keepdim=True) / x.shape[-1]
-    shifted = mean + eps
+        total = square.sum(-1, keepdim=True)
+        if form.mean == "norm_div":
+            total = total.sqrt().pow(2)
+        width = wide.shape[-1]
+        mean = total * (1.0 / width) if form.mean == "sum_mul" else total / width
+    if form.eps == "inside":
+        mean = mean + eps
+    elif form.eps == "max":
+        mean = mean.clamp_min(eps)
     if form.root == "rsqrt":
-        value = wide * shifted.rsqrt()
-    elif form.root == "recip_sqrt":
-        value = wide * shifted.sqrt().reciprocal()
-    else:
-        value = wide / shifted.sqrt()
+        return mean.rsqrt()
+    root = mean.sqrt()
+    if form.eps == "outside":
+        root = root + eps
+    elif form.eps == "outside_max":
+        root = root.clamp_min(eps)
+    return root.reciprocal() if form.root == "recip_sqrt" else root
+
+
+def _normalise(
+    wide: torch.Tensor, weight: torch.Tensor | None, eps: float, form: NormForm
+) -> torch.Tensor:
+    """``wide [..., H]`` float32 -> the normalised value, every rounding where the form says."""
+    root = _root_of(wide, eps, form)
+    divides = form.root == "div_sqrt"
+    if weight is not None and form.weight == "x_first":
+        value = wide * weight
+        return (value / root if divides else value * root).to(form.mid)
+    if weight is not None and form.weight == "root_first":
+        return (wide * (weight / root if divides else root * weight)).to(form.mid)
+    value = wide / root if divides else wide * root
     if weight is None:
         return value.to(form.mid)
     if form.weight == "after_cast":
-        return value.to(form.mid) * weight
+        return (value.to(form.mid) * weight).to(_out_dtype(weight, form))
     return (value * weight).to(form.mid)
 
 
 def _out_dtype(weight: torch.Tensor | None, form: NormForm) -> torch.dtype:
     if weight is not None and form.weight == "after_cast":
-        return torch.promote_types(form.mid, weight.dtype)
+        return form.out or torch.promote_types(form.mid, weight.dtype)
     return form.mid
 
 
@@ -56,13 +76,25 @@ def _check(weight: torch.Tensor | None, form: NormForm) -> None:
         raise ValueError(f"norm form {form} and the weight disagree")
 
 
+def _sum(
+    x: torch.Tensor, residual: torch.Tensor, form: NormForm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """``(what the norm reads, the sum that is returned)``."""
+    if form.sum == "float32":
+        wide = x.to(torch.float32) + residual.to(torch.float32)
+        total = wide.to(torch.promote_types(x.dtype, residual.dtype)).contiguous()
+        return wide, total.clone() if total is wide else total
+    total = (x + residual).contiguous()
+    return total, total
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, form: str) -> torch.Tensor:
     """RMSNorm over the last dim: ``x / sqrt(mean(x^2) + eps) * weight`` (Zhang & Sennrich, 2019).
 
     Args:
         x: ``[..., H]`` bf16, fp16 or fp32; computed in float32.
         weight: ``[H]`` of any of these dtypes, or None.
-        eps: any value, added to the mean.
+        eps: any value; the form says where it goes.
         form: ``str`` of a :class:`fp8pass.ops.forms.NormForm`.
 
     Returns:
@@ -71,7 +103,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float, form: str
     """
     parsed = NormForm.parse(form)
     _check(weight, parsed)
-    return _normalise(x, weight, eps, parsed).contiguous()
+    return _normalise(x.to(torch.float32), weight, eps, parsed).contiguous()
 
 
 def fake_rms_norm(
@@ -88,13 +120,15 @@ def add_rms_norm(
     eps: float,
     form: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """``total = x + residual`` rounded to its dtype, then :func:`rms_norm` of ``total``.
+    """``total = x + residual`` rounded to its dtype, and :func:`rms_norm` of it.
+
+    With ``sum=float32`` in the form the norm is of the sum before that rounding.
 
     Returns:
         ``(y, total)``; nothing is changed in place.
     """
-    total = (x + residual).contiguous()
-    return rms_norm(total, weight, eps, form), total
+    source, total = _sum(x, residual, NormForm.parse(form))
+    return rms_norm(source, weight, eps, form), total
 
 
 def fake_add_rms_norm(
@@ -160,8 +194,8 @@ def add_rms_norm_quant(
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """:func:`add_rms_norm` and the quantise of ``y``; returns ``(q, scale_out, y, total)``."""
-    total = (x + residual).contiguous()
-    q, scale_out, y = rms_norm_quant(total, weight, scale, eps, form, quant_form, keep)
+    source, total = _sum(x, residual, NormForm.parse(form))
+    q, scale_out, y = rms_norm_quant(source, weight, scale, eps, form, quant_form, keep)
     return q, scale_out, y, total
 
 
@@ -191,10 +225,24 @@ _CASES = (
     (torch.float32, torch.float32, "mean,div_sqrt,before_cast,float32"),
     (torch.bfloat16, None, "mean,rsqrt,none,bfloat16"),
 )
+#: Forms whose parts the cases above leave at their usual values.
+_OTHER_FORMS = (
+    (torch.bfloat16, torch.bfloat16, "sum_mul,rsqrt,x_first,bfloat16,eps=max"),
+    (torch.float16, torch.bfloat16, "norm_div,recip_sqrt,root_first,float16,eps=outside"),
+    (torch.bfloat16, torch.float32, "mean,div_sqrt,root_first,float32,eps=outside_max"),
+    (torch.bfloat16, torch.float32, "mean,rsqrt,after_cast,bfloat16,out=bfloat16"),
+)
+_WIDE_SUMS = (
+    (torch.bfloat16, torch.bfloat16, "mean,rsqrt,after_cast,bfloat16,sum=float32"),
+    (torch.float16, torch.float16, "mean,rsqrt,before_cast,float16,sum=float32"),
+)
 
 
-def _norm_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for (dtype, weight_dtype, form), shape in product(_CASES, ((3, 64), (1, 47), (2, 3, 32))):
+def _norm_inputs(
+    generator: torch.Generator, others: tuple[Any, ...] = _OTHER_FORMS
+) -> Iterator[tuple[Any, ...]]:
+    cases = (*product(_CASES, ((3, 64), (1, 47), (2, 3, 32))), *product(others, ((3, 24),)))
+    for (dtype, weight_dtype, form), shape in cases:
         x = random_activation(generator, *shape, dtype=dtype)
         weight = None
         if weight_dtype is not None:
@@ -208,20 +256,22 @@ def _add(args: tuple[Any, ...], generator: torch.Generator) -> tuple[Any, ...]:
 
 
 def _add_norm_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for args in _norm_inputs(generator):
+    for args in _norm_inputs(generator, (*_OTHER_FORMS, *_WIDE_SUMS)):
         yield _add(args, generator)
 
 
-def _norm_quant_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+def _norm_quant_inputs(
+    generator: torch.Generator, others: tuple[Any, ...] = _OTHER_FORMS
+) -> Iterator[tuple[Any, ...]]:
     keep = False
-    for x, weight, eps, form in _norm_inputs(generator):
+    for x, weight, eps, form in _norm_inputs(generator, others):
         for quant_form in QUANT_FORMS:
             keep = not keep
             yield x, weight, random_scale(generator, quant_form), eps, form, quant_form, keep
 
 
 def _add_norm_quant_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-    for args in _norm_quant_inputs(generator):
+    for args in _norm_quant_inputs(generator, (*_OTHER_FORMS, *_WIDE_SUMS)):
         yield _add(args, generator)
 
 

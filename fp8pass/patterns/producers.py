@@ -7,6 +7,8 @@
     r ─┴ add_rms_norm ─ y ─ quantize ─ (q, scale)   ──►       ─ (q, scale[, y], total)
                       └ total ─ the residual's readers
 
+    x ─ layer_norm ─ y ─ quantize ─ (q, scale)      ──►   layer_norm_quant(x) ─ (q, scale[, y])
+
     gate ─┐
     up ───┴ silu_mul ─ y ─ quantize ─ (q, scale)    ──►   silu_mul_quant(gate, up) ─ (q, scale[, y])
 
@@ -74,6 +76,7 @@ def _emit(fusion: Fusion, op: Any, names: tuple[str, ...], total: bool = False) 
 
 _NORM = ("x", "weight", "eps", "form")
 _ADD_NORM = ("x", "residual", "weight", "eps", "form")
+_LAYER_NORM = ("x", "weight", "bias", "eps", "form")
 _ACT = ("gate", "up", "form")
 
 RMS_NORM_QUANT = Rule(
@@ -104,6 +107,17 @@ ADD_RMS_NORM_QUANT = Rule(
     order=10,
 )
 
+LAYER_NORM_QUANT = Rule(
+    name="layer_norm_quant",
+    pattern=_quantise(_producer(_ops.layer_norm.default, *_LAYER_NORM)),
+    where=SHARED,
+    emit=lambda fusion: _emit(
+        fusion,
+        _ops.layer_norm_quant.default,
+        ("x", "weight", "bias", "scale", "eps", "form", "quant_form"),
+    ),
+)
+
 SILU_MUL_QUANT = Rule(
     name="silu_mul_quant",
     pattern=_quantise(_producer(_ops.silu_mul.default, *_ACT)),
@@ -113,4 +127,4 @@ SILU_MUL_QUANT = Rule(
     ),
 )
 
-RULES: tuple[Rule, ...] = (ADD_RMS_NORM_QUANT, RMS_NORM_QUANT, SILU_MUL_QUANT)
+RULES: tuple[Rule, ...] = (ADD_RMS_NORM_QUANT, RMS_NORM_QUANT, LAYER_NORM_QUANT, SILU_MUL_QUANT)

@@ -23,6 +23,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
+from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
 from fp8pass.spellings.registry import Producer, spellings
 from fp8pass.spellings.walk import (
@@ -183,22 +184,26 @@ class Reader:
 
     def _put_producer(self, found: Producer) -> None:
         """Put the generic operator in, behind the first of the nodes that it stands for."""
-        names, olds = list(found.results), list(found.results.values())
-        cycle = any(self.bench.depends_on(arg, old) for old in olds for arg in found.args)
+        bench, olds = self.bench, found.nodes()
+        flat = [old for nodes in olds.values() for old in nodes]
+        cycle = any(bench.depends_on(arg, old) for old in flat for arg in found.args)
         if cycle and found.otherwise is not None:
             return self._put_producer(found.otherwise)
-        root = olds[0]
+        root = flat[0]
         if len(olds) == 1:
             spec = GENERIC[found.op]
-            self._put_single(spec.kind, root, found.op, found.args, found.form, names[0])
+            (name,) = olds
+            self._put_single(spec.kind, root, found.op, found.args, found.form, name)
             return None
-        with self.bench.graph.inserting_after(root):
-            values = tuple(val(old) for old in olds)
-            node = self.bench.call(found.op, found.args, root, values)
-        with self.bench.graph.inserting_after(node):
-            news = self.bench.items(node, root)
-        draft = self._draft(node, root, dict(zip(names, news, strict=True)), found.form)
-        draft.swaps += [self.bench.swap(old, new) for old, new in zip(olds, news, strict=True)]
+        known = all(olds.values())  # else a result is one that no node has
+        value = tuple(val(nodes[0]) for nodes in olds.values()) if known else None
+        with bench.graph.inserting_after(root):
+            node = bench.call(found.op, found.args, root, value)
+        with bench.graph.inserting_after(node):
+            news = dict(zip(olds, bench.items(node, root), strict=True))
+        draft = self._draft(node, root, news, found.form)
+        for name, nodes in olds.items():
+            draft.swaps += [bench.swap(old, news[name]) for old in nodes]
         return None
 
     def _put_quantise(self, found: QuantMatch) -> None:
@@ -351,6 +356,9 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
                 key=draft.form,
                 fused=first.quant_form,
             )
+        norm = unread_norm(source)
+        if norm is not None:
+            return no("FP8-R003", node=norm[0], why=norm[1])
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     return no("FP8-F001", what=draft.what, readers=readers_text(users))

@@ -25,7 +25,8 @@ class Producer:
         op: the generic operator that stands for it.
         args: its arguments.
         form: text of its form.
-        results: name of a result of ``op`` -> the node whose value it is, in the operator's order.
+        results: name of a result of ``op`` -> the node whose value it is, or a tuple of all such
+            nodes, which may be empty, in the operator's order; the first one has a node.
         otherwise: what to put instead if an argument turns out to be computed from one of the
             results, which would be a cycle.
     """
@@ -33,8 +34,12 @@ class Producer:
     op: Any
     args: tuple[Any, ...]
     form: str
-    results: dict[str, fx.Node]
+    results: dict[str, fx.Node | tuple[fx.Node, ...]]
     otherwise: Producer | None = None
+
+    def nodes(self) -> dict[str, tuple[fx.Node, ...]]:
+        """The nodes of each result."""
+        return {k: v if isinstance(v, tuple) else (v,) for k, v in self.results.items()}
 
 
 @dataclass(frozen=True, slots=True)

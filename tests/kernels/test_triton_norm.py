@@ -72,8 +72,40 @@ FORMS = [
 
 @pytest.mark.parametrize("rest", FORMS)
 def test_forms(kernels: ModuleType, rest: str) -> None:
-    for mean, quant in zip(NormForm.MEANS, (TOKEN, TENSOR), strict=True):
+    for mean, quant in zip(NormForm.MEANS, (TOKEN, TENSOR, STATIC, TOKEN), strict=True):
         check(kernels, values(3, 48), form=f"{mean},{rest}", quant=quant)
+
+
+@pytest.mark.parametrize("weight", NormForm.WEIGHTS)
+@pytest.mark.parametrize("eps", NormForm.EPSILONS)
+def test_epsilons(kernels: ModuleType, eps: str, weight: str) -> None:
+    """At this magnitude epsilon counts; the first row is zero, whose root is epsilon's alone."""
+    x = (values(3, 48).float() * 1e-3).bfloat16()
+    for root in NormForm.ROOTS if eps in ("inside", "max") else NormForm.ROOTS[1:]:
+        for quant in (TOKEN, TENSOR):
+            check(
+                kernels, x, form=f"mean,{root},{weight},bfloat16,eps={eps}", quant=quant, eps=1e-3
+            )
+
+
+@pytest.mark.parametrize("quant", [STATIC, TOKEN, TENSOR], ids=str)
+@pytest.mark.parametrize("rows", [1, 3])
+def test_sum_that_the_norm_reads_unrounded(
+    kernels: ModuleType, rows: int, quant: QuantForm
+) -> None:
+    form = f"{LLAMA},sum=float32"
+    for width in (48, 40):
+        x, residual = values(rows, width), values(rows, width, seed=9)
+        check(kernels, x, form=form, quant=quant, residual=residual)
+        check(kernels, x, form=form, quant=quant, residual=residual, keep=False)
+
+
+def test_last_cast(kernels: ModuleType) -> None:
+    for quant in (STATIC, TOKEN, TENSOR):
+        check(kernels, values(3, 40), vector(40, F32), f"{LLAMA},out=float16", quant)
+    why = why_not_norm(f"{LLAMA},out=float16", str(TOKEN), 64, BF16, None, BF16)
+    assert why is not None and "bfloat16" in why and "float16" in why
+    assert why_not_norm(f"{LLAMA},out=float16", str(TOKEN), 64, BF16, None, F32) is None
 
 
 @pytest.mark.parametrize("residual_dtype", [None, BF16, F32], ids=str)

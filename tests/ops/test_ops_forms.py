@@ -19,12 +19,25 @@ model = st.sampled_from(sorted(MODEL_DTYPES, key=str))
 fp8 = st.sampled_from(sorted(FP8_DTYPES, key=str))
 codes = st.one_of(fp8, st.just(torch.int8))
 number = st.floats(allow_nan=False, allow_infinity=False)
-norms = st.builds(
-    NormForm,
-    st.sampled_from(NormForm.MEANS),
-    st.sampled_from(NormForm.ROOTS),
-    st.sampled_from(NormForm.WEIGHTS),
-    model,
+#: (root, eps): there is no epsilon outside of an inverse root
+ROOTS = tuple(
+    (root, eps)
+    for root in NormForm.ROOTS
+    for eps in NormForm.EPSILONS
+    if root != "rsqrt" or not eps.startswith("outside")
+)
+narrow = st.sampled_from((torch.bfloat16, torch.float16))
+norms = st.tuples(st.sampled_from(ROOTS), st.sampled_from(NormForm.WEIGHTS)).flatmap(
+    lambda how: st.builds(
+        NormForm,
+        mean=st.sampled_from(NormForm.MEANS),
+        root=st.just(how[0][0]),
+        weight=st.just(how[1]),
+        mid=model,
+        eps=st.just(how[0][1]),
+        sum=st.sampled_from(NormForm.SUMS),
+        out=st.one_of(st.none(), narrow) if how[1] == "after_cast" else st.none(),
+    )
 )
 acts = st.builds(ActForm, st.sampled_from(ActForm.SILUS), model, model)
 #: (scale, apply): an inverse scale is multiplied by, a dequant scale never is
@@ -98,6 +111,24 @@ def test_a_changed_part_is_refused(
 def test_parts_by_name_are_a_closed_list_too(extra: str) -> None:
     with pytest.raises(OptionError):
         QuantForm.parse(f"{static_form()},{extra}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mean,rsqrt,none,bfloat16,eps=below",
+        "mean,rsqrt,none,bfloat16,eps",
+        "mean,rsqrt,none,bfloat16,eps=max,eps=max",
+        "mean,rsqrt,none,bfloat16,sum=bfloat16",
+        "mean,rsqrt,after_cast,bfloat16,out=float32",
+        "mean,rsqrt,before_cast,bfloat16,out=bfloat16",
+        "mean,rsqrt,none,bfloat16,eps=outside",
+        "mean,rsqrt,none,bfloat16,eps=outside_max",
+    ],
+)
+def test_parts_of_a_norm_by_name(text: str) -> None:
+    with pytest.raises(OptionError):
+        NormForm.parse(text)
 
 
 @pytest.mark.parametrize("kind", [NormForm, ActForm, QuantForm])

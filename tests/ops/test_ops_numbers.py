@@ -66,6 +66,34 @@ def test_residual_is_rounded_before_the_norm(dtype: torch.dtype) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_residual_that_is_not_rounded_before_the_norm(dtype: torch.dtype) -> None:
+    x, r, w = values(64, 64, dtype=dtype), values(64, 64, dtype=dtype, seed=3), vector(64, dtype)
+    form = f"mean,rsqrt,before_cast,{str(dtype).removeprefix('torch.')}"
+    y, total = ops.add_rms_norm(x, r, w, 1e-6, f"{form},sum=float32")
+    wide = x.float() + r.float()
+    assert_same_bits([total, y], [x + r, ops.rms_norm(wide, w, 1e-6, form)])
+    rounded, _ = ops.add_rms_norm(x, r, w, 1e-6, form)
+    assert (y != rounded).float().mean() > 0.01, "another function"
+
+
+@pytest.mark.parametrize("root", ["recip_sqrt", "div_sqrt"])
+@pytest.mark.parametrize("eps", NormForm.EPSILONS)
+def test_where_epsilon_goes(eps: str, root: str) -> None:
+    x = torch.tensor([[0.0, 0.0], [1e-3, 1e-3], [1.0, -1.0]])
+    got = ops.rms_norm(
+        x, None, 1e-3, f"mean,{root},none,float32,eps={eps}".replace(",eps=inside", "")
+    )
+    mean = x.double().pow(2).mean(-1, keepdim=True)
+    rms = {
+        "inside": (mean + 1e-3).sqrt(),
+        "max": mean.clamp(min=1e-3).sqrt(),
+        "outside": mean.sqrt() + 1e-3,
+        "outside_max": mean.sqrt().clamp(min=1e-3),
+    }[eps]
+    torch.testing.assert_close(got.double(), x.double() / rms, rtol=1e-6, atol=0)
+
+
 def test_epsilon_counts() -> None:
     """At a root mean square of 1e-3, 1e-5 in place of 1e-6 scales the output by 0.43."""
     x = torch.randn(8, 4096, generator=torch.Generator().manual_seed(0)) * 1e-3

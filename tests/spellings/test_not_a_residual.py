@@ -28,8 +28,6 @@ RESIDUALS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Tensor]] = {
     "broadcast_row": (residual(lambda x, r: x + r), U[:1]),
     "broadcast_vector": (residual(lambda x, r: x + r), U[0]),
     "number": (residual(lambda x, r: x + 1.5), U),
-    "other_dtype": (residual(lambda x, r: x + r), U.float()),
-    "other_narrow_dtype": (residual(lambda x, r: x + r), U.half()),
     "sum_in_float32": (residual(lambda x, r: (x.float() + r.float()).bfloat16()), U),
     "product": (residual(lambda x, r: x * r), U),
 }
@@ -49,8 +47,10 @@ def test_not_a_residual(name: str) -> None:
     assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
 
 
-def test_control_is_a_residual() -> None:
-    inputs = (X, U, W, S)
+@pytest.mark.parametrize("r", [U, U.float(), U.half()], ids=lambda r: str(r.dtype))
+def test_control_is_a_residual(r: Tensor) -> None:
+    """Of any dtype: the sum has the promoted one."""
+    inputs = (X, r, W, S)
     passed = Passed(trace(residual(lambda x, r: x + r), *inputs))
     assert [s.rule for s in passed.sites("norm", "fused")] == ["add_rms_norm_quant"]
     assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
