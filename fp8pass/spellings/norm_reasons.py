@@ -40,6 +40,8 @@ _SHAPES = (*VIEWS, aten.expand.default, aten.alias.default, aten.clone.default)
 _BETWEEN = (*CAST, *_SHAPES, *MUL, *DIV, *ADD, *_SUB)
 _BOUNDS = (
     aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.minimum.default,
     aten.clamp.default,
     aten.maximum.default,
 )

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fp8pass.errors import OptionError
-from fp8pass.ops import ActForm, NormForm, QuantForm, dynamic_form, static_form
+from fp8pass.ops import ActForm, LayerNormForm, NormForm, QuantForm, dynamic_form, static_form
 from fp8pass.ops.forms import MODEL_DTYPES
 from fp8pass.quant_key import FP8_DTYPES, QuantKey
 
@@ -38,6 +38,13 @@ norms = st.tuples(st.sampled_from(ROOTS), st.sampled_from(NormForm.WEIGHTS)).fla
         sum=st.sampled_from(NormForm.SUMS),
         out=st.one_of(st.none(), narrow) if how[1] == "after_cast" else st.none(),
     )
+)
+layer_norms = st.builds(
+    LayerNormForm,
+    st.sampled_from(LayerNormForm.VARIANCES),
+    st.sampled_from(LayerNormForm.ROOTS),
+    st.sampled_from(LayerNormForm.AFFINES),
+    model,
 )
 acts = st.builds(ActForm, st.sampled_from(ActForm.SILUS), model, model)
 #: (scale, apply): an inverse scale is multiplied by, a dequant scale never is
@@ -67,8 +74,8 @@ quants = st.sampled_from(HOW).flatmap(
 
 
 @settings(deadline=None)
-@given(st.one_of(norms, acts, quants))
-def test_round_trip(form: NormForm | ActForm | QuantForm) -> None:
+@given(st.one_of(norms, layer_norms, acts, quants))
+def test_round_trip(form: NormForm | LayerNormForm | ActForm | QuantForm) -> None:
     text = str(form)
     assert type(form).parse(text) == form
     assert str(type(form).parse(text)) == text
@@ -84,9 +91,9 @@ def test_key_of_a_quantise(form: QuantForm) -> None:
 
 
 @settings(deadline=None)
-@given(st.one_of(norms, acts, quants), st.data())
+@given(st.one_of(norms, layer_norms, acts, quants), st.data())
 def test_a_changed_part_is_refused(
-    form: NormForm | ActForm | QuantForm, data: st.DataObject
+    form: NormForm | LayerNormForm | ActForm | QuantForm, data: st.DataObject
 ) -> None:
     parts = str(form).split(",")
     index = data.draw(st.integers(0, len(parts) - 1))
@@ -131,7 +138,7 @@ def test_parts_of_a_norm_by_name(text: str) -> None:
         NormForm.parse(text)
 
 
-@pytest.mark.parametrize("kind", [NormForm, ActForm, QuantForm])
+@pytest.mark.parametrize("kind", [NormForm, LayerNormForm, ActForm, QuantForm])
 @settings(deadline=None)
 @given(st.text(max_size=80))
 def test_any_text_is_a_form_or_an_option_error(kind: type, text: str) -> None:

@@ -9,7 +9,15 @@ import torch
 from graphs import assert_same_bits, bits, codes, ordered, values, vector
 
 from fp8pass.errors import OptionError
-from fp8pass.ops import SPECS, ActForm, NormForm, QuantForm, dynamic_form, static_form
+from fp8pass.ops import (
+    SPECS,
+    ActForm,
+    LayerNormForm,
+    NormForm,
+    QuantForm,
+    dynamic_form,
+    static_form,
+)
 from fp8pass.ops.forms import MODEL_DTYPES
 
 ops = torch.ops.fp8pass
@@ -43,6 +51,26 @@ def test_rms_norm_against_float64(form: str) -> None:
     torch.testing.assert_close(
         got.double(), exact, rtol=2 * ULP[parsed.mid] + 1e-6, atol=1e-6, check_dtype=False
     )
+
+
+@pytest.mark.parametrize("variance", LayerNormForm.VARIANCES)
+@pytest.mark.parametrize("root", LayerNormForm.ROOTS)
+@pytest.mark.parametrize("rest", ["none,bfloat16", "after_cast,bfloat16", "before_cast,float32"])
+def test_layer_norm_against_float64(variance: str, root: str, rest: str) -> None:
+    x = values(7, 96, dtype=torch.float32) + 3
+    plain = rest.startswith("none")
+    w, b = (None, None) if plain else (vector(96, torch.float32), vector(96, torch.float32, 5))
+    form = f"{variance},{root},{rest}"
+    exact = torch.nn.functional.layer_norm(
+        *(x.double(), (96,), None if w is None else w.double(), None if b is None else b.double())
+    )
+    narrow = 0.0 if rest.endswith("float32") else ULP[torch.bfloat16]
+    got = ops.layer_norm(x, w, b, 1e-5, form).double()
+    torch.testing.assert_close(got, exact, rtol=2 * narrow + 1e-5, atol=2 * narrow + 1e-5)
+    for one in ((w, None), (None, b)):
+        if not plain:
+            both = ops.layer_norm(x, *one, 1e-5, form)
+            assert both.dtype == torch.float32 and not torch.equal(both.double(), got)
 
 
 @pytest.mark.parametrize("silu", ActForm.SILUS)
@@ -203,6 +231,10 @@ def test_weight_and_form_must_agree() -> None:
         ops.rms_norm(values(3, 8), None, 1e-6, "mean,rsqrt,after_cast,bfloat16")
     with pytest.raises(ValueError, match="disagree"):
         ops.rms_norm(values(3, 8), vector(8), 1e-6, "mean,rsqrt,none,bfloat16")
+    with pytest.raises(ValueError, match="disagree"):
+        ops.layer_norm(values(3, 8), None, None, 1e-6, "var,rsqrt,after_cast,bfloat16")
+    with pytest.raises(ValueError, match="disagree"):
+        ops.layer_norm(values(3, 8), None, vector(8), 1e-6, "var,rsqrt,none,bfloat16")
 
 
 @pytest.mark.parametrize(
@@ -210,6 +242,7 @@ def test_weight_and_form_must_agree() -> None:
     [
         lambda bad: ops.quantize(values(3, 8), None, bad),
         lambda bad: ops.rms_norm(values(3, 8), None, 1e-6, bad),
+        lambda bad: ops.layer_norm(values(3, 8), None, None, 1e-6, bad),
         lambda bad: ops.silu_mul(values(3, 8), values(3, 8), bad),
     ],
 )
@@ -222,13 +255,16 @@ def test_unknown_forms_raise(call: Any, bad: str) -> None:
 # ---- fused operators are their parts -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "silu_mul"])
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "silu_mul"])
 def test_fused_is_its_parts(name: str) -> None:
     fused = SPECS[f"{name}_quant"]
     for args in fused.inputs(torch.Generator().manual_seed(3)):
         if name == "silu_mul":
             gate, up, scale, form, quant_form, keep = args
             parts: tuple[Any, ...] = (ops.silu_mul(gate, up, form),)
+        elif name == "layer_norm":
+            x, w, b, scale, eps, form, quant_form, keep = args
+            parts = (ops.layer_norm(x, w, b, eps, form),)
         elif name == "rms_norm":
             x, w, scale, eps, form, quant_form, keep = args
             parts = (ops.rms_norm(x, w, eps, form),)

@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Reading, post_grad, read, run, trace, values, vector
+from graphs import (
+    Passed,
+    Reading,
+    assert_same_bits,
+    post_grad,
+    read,
+    run,
+    trace,
+    values,
+    vector,
+)
 from spell import NAMES, NORMS, functional, gemma, llama, norm_form, static
 
 S = torch.tensor(0.02)
@@ -176,3 +186,142 @@ def test_eps_hidden_in_a_constant(dtype: torch.dtype) -> None:
     reading = read(fn, x, w, s)
     (node,) = [d.node for d in reading.drafts if d.kind == "norm"]
     assert node.args[2] == float(torch.tensor(1e-3, dtype=dtype))
+
+
+# ---- forms that the table of spellings does not reach -------------------------------------------
+
+
+def test_no_epsilon_is_an_epsilon_of_zero() -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x.float()
+        return static(w * (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True))).to(x.dtype), s)
+
+    reading = read(fn, values(5, 64), vector(64), S)  # the first row is zero: 0 * inf
+    (node,) = [d.node for d in reading.drafts if d.kind == "norm"]
+    assert node.args[2:] == (0.0, "mean,rsqrt,after_cast,bfloat16")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("cast", [torch.bfloat16, torch.float16], ids=str)
+def test_cast_after_a_float32_weight(dtype: torch.dtype, cast: torch.dtype) -> None:
+    """The weight promotes, and the linear wants the model dtype again."""
+    x, w = values(5, 64, dtype=dtype), vector(64, torch.float32)
+    reading = read(lambda x, w, s: static(llama(x, w, 1e-6).to(cast), s), x, w, S)
+    assert reading.forms("norm") == [
+        f"mean,rsqrt,after_cast,{NAMES[dtype]},out={NAMES[cast]}",
+    ]
+
+
+def test_two_roundings_after_the_weight_stay_two() -> None:
+    """A product that is fp16 already and is cast to bf16: that cast is left outside."""
+    x, w = values(5, 64, dtype=torch.float16), vector(64, torch.float16)
+    reading = read(lambda x, w, s: static(llama(x, w, 1e-6).bfloat16(), s), x, w, S)
+    assert reading.forms("norm") == ["mean,rsqrt,after_cast,float16"]
+
+
+def test_heads() -> None:
+    """The norm of each head's query, whose codes go back to rows of all heads."""
+
+    def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q = x.view(*x.shape[:-1], 4, 16)
+        return static(llama(q, w, 1e-6).reshape(x.shape), s)
+
+    inputs = (values(3, 5, 64), vector(16), S)
+    reading = read(fn, *inputs, dynamic=(0,))
+    assert reading.forms("norm") == ["mean,rsqrt,after_cast,bfloat16"]
+    passed = Passed(trace(fn, *inputs, dynamic=(0,)), strict=True)
+    assert passed.fusions == 1
+
+
+@pytest.mark.parametrize("name", ["llama", "functional", "no_keepdim", "weight_into_root"])
+def test_slice_of_a_packed_projection(name: str) -> None:
+    fn = NORMS[name][0]
+
+    def packed(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        q, k = x.split([64, 32], -1)
+        return *static(fn(q, w, 1e-6), s), *static(fn(k, w[:32], 1e-6), s)
+
+    inputs = (values(6, 96), vector(64), S)
+    reading = read(packed, *inputs, dynamic=(0,))
+    assert reading.forms("norm") == [norm_form(name, torch.bfloat16)] * 2
+    assert Passed(trace(packed, *inputs)).fusions == 2
+
+
+# ---- residuals ----------------------------------------------------------------------------------
+
+MIXED = [(a, b) for a in DTYPES for b in DTYPES]
+
+
+@pytest.mark.parametrize(("dtype", "other"), MIXED, ids=str)
+@pytest.mark.parametrize("weight", DTYPES, ids=str)
+def test_residual_of_any_dtypes(
+    dtype: torch.dtype, other: torch.dtype, weight: torch.dtype
+) -> None:
+    def fn(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, s: torch.Tensor):  # type: ignore[no-untyped-def]
+        total = x + r
+        y = gemma(total, w, 1e-6)
+        return (*static(y, s), y, total)
+
+    inputs = (values(5, 64, dtype=dtype), values(5, 64, dtype=other, seed=9), vector(64, weight), S)
+    reading = read(fn, *inputs)
+    (node,) = [d.node for d in reading.drafts if d.kind == "norm"]
+    assert node.target is torch.ops.fp8pass.add_rms_norm.default
+    passed = Passed(trace(fn, *inputs), strict=True)
+    assert passed.fusions == 1
+    assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
+
+
+def wide_sum(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, s: torch.Tensor):  # type: ignore[no-untyped-def]
+    """As vLLM's own code: the sum is float32 for the norm, and rounded for the next block."""
+    h = x.float() + r.float()
+    total = h.to(x.dtype)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (*static(h.to(x.dtype) * w, s), total, total * 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sum_that_is_not_rounded_before_the_norm(dtype: torch.dtype) -> None:
+    x, r, w = values(64, 64, dtype=dtype), values(64, 64, dtype=dtype, seed=9), vector(64, dtype)
+    reading = read(wide_sum, x, r, w, S, dynamic=(0, 1))
+    assert reading.forms("norm") == [f"mean,rsqrt,after_cast,{NAMES[dtype]},sum=float32"]
+    passed = Passed(trace(wide_sum, x, r, w, S, dynamic=(0, 1)), strict=True)
+    assert [s.rule for s in passed.sites("norm", "fused")] == ["add_rms_norm_quant"]
+    assert_same_bits(run(passed.fused, x, r, w, S), run(passed.before, x, r, w, S))
+    assert_same_bits(run(passed.after, x, r, w, S), run(passed.before, x, r, w, S))
+    # it is another function than that of the rounded sum
+    rounded = run(
+        trace(lambda x, r, w, s: static(llama(x + r, w, 1e-6), s), x, r, w, S), x, r, w, S
+    )
+    codes = run(passed.before, x, r, w, S)[0]
+    assert (rounded[0].view(torch.uint8) != codes.view(torch.uint8)).float().mean() > 0.001
+
+
+def test_wide_sum_without_a_reader() -> None:
+    """The last block's: nobody reads the sum."""
+
+    def fn(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, s: torch.Tensor):  # type: ignore[no-untyped-def]
+        return wide_sum(x, r, w, s)[:1]
+
+    reading = read(fn, values(6, 64), values(6, 64, seed=2), vector(64), S)
+    assert reading.forms("norm") == ["mean,rsqrt,after_cast,bfloat16,sum=float32"]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [lambda h: h, lambda h: h.half(), lambda h: h * 2, lambda h: h.sum()],
+    ids=["itself", "another_dtype", "a_product", "a_sum"],
+)
+def test_wide_sum_that_is_read_in_float32(other) -> None:  # type: ignore[no-untyped-def]
+    """Then the float32 sum is the residual."""
+
+    def fn(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, s: torch.Tensor):  # type: ignore[no-untyped-def]
+        h = x.float() + r.float()
+        y = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return (*static(y * w, s), h.to(x.dtype), other(h))
+
+    inputs = (values(6, 64), values(6, 64, seed=2), vector(64), S)
+    reading = read(fn, *inputs)
+    assert reading.forms("norm") == ["mean,rsqrt,after_cast,bfloat16"]
+    passed = Passed(trace(fn, *inputs), strict=True)
+    assert passed.fusions == 1
+    assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
