@@ -70,6 +70,14 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the scaled product {node} is not read: {why}",
         "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
     ),
+    Reason(
+        "FP8-R004",
+        "an activation that is not read",
+        "the input of this quantise is made by {producer}, which looks like an activation that is "
+        "not read: {why}",
+        "docs/numerics.md lists the activations that are read; another rounding order or constant "
+        "is never guessed",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

@@ -199,6 +199,7 @@ FUSED = (
     "fp8pass.rms_norm_quant.default",
     "fp8pass.add_rms_norm_quant.default",
     "fp8pass.silu_mul_quant.default",
+    "fp8pass.act_mul_quant.default",
 )
 
 

@@ -18,10 +18,16 @@ import torch
 from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
+from fp8pass.ops.forms import ActForm
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
-from fp8pass.spellings.activation import match_silu_mul
+from fp8pass.spellings.activation import (
+    ActMatch,
+    match_act_alone,
+    match_act_mul,
+    why_not_read,
+)
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm import NormMatch, match_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
@@ -45,10 +51,11 @@ GENERIC: dict[Any, tuple[str, str, tuple[str, ...]]] = {
     _ops.rms_norm.default: ("norm", "norm", ("y",)),
     _ops.add_rms_norm.default: ("norm", "norm", ("y", "total")),
     _ops.silu_mul.default: ("activation", "SiLU·mul", ("y",)),
+    _ops.act_mul.default: ("activation", "activation", ("y",)),
     _ops.quantize.default: ("quantize", "quantise", ("q", "scale")),
     _ops.scaled_mm.default: ("scaled_mm", "scaled product", ("out",)),
 }
-_PRODUCERS = frozenset({_ops.rms_norm.default, _ops.add_rms_norm.default, _ops.silu_mul.default})
+_PRODUCERS = frozenset(op for op, (kind, *_) in GENERIC.items() if kind in ("norm", "activation"))
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -101,16 +108,9 @@ class Reader:
                 if norm is not None:
                     self._put_norm(norm)
                     continue
-                act = match_silu_mul(node)
-                if act is not None:
-                    form = str(act.form)
-                    self._put_single(
-                        "activation",
-                        act.root,
-                        _ops.silu_mul.default,
-                        (act.gate, act.up, form),
-                        form,
-                    )
+                self._put_activation(match_act_mul(node))
+            elif node.target in (aten.relu.default, aten.pow.Tensor_Scalar):
+                self._put_activation(match_act_mul(node))
 
     def read_quantises(self) -> None:
         """Casts to fp8."""
@@ -122,7 +122,7 @@ class Reader:
                 if isinstance(found, Verdict):
                     self.unread.append(("quantize", node, found))
                 else:
-                    self._put_quantise(found)
+                    self._put_quantise(self._with_activation(node, found))
 
     def read_products(self) -> None:
         """Scaled products."""
@@ -239,6 +239,29 @@ class Reader:
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], last_dim=1)
             )
 
+    def _put_activation(self, found: ActMatch | str | None) -> bool:
+        if not isinstance(found, ActMatch):
+            return False
+        form = str(found.form)
+        silu = found.up is not None and found.form.act in ActForm.SILUS
+        op = _ops.silu_mul.default if silu else _ops.act_mul.default
+        self._put_single("activation", found.root, op, (found.gate, found.up, form), form)
+        return True
+
+    def _with_activation(self, cast: fx.Node, found: QuantMatch) -> QuantMatch:
+        """``found`` after an activation alone that it quantises was read too.
+
+        From the quantise: elsewhere such an activation is no business of ours.
+        """
+        source = peel_views(found.x)
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            return found
+        if not self._put_activation(match_act_alone(source)):
+            return found
+        again = match_quantize(cast)
+        assert isinstance(again, QuantMatch)  # the same nodes around another source
+        return again
+
     def _quantise_value(
         self, found: QuantMatch, base: fx.Node, viewed: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -346,6 +369,10 @@ def not_fused(draft: Draft, live: set[fx.Node]) -> Verdict:
     """Why a producer or a quantise that no rule took was left."""
     if draft.kind == "quantize":
         source = draft.node.args[0]
+        assert isinstance(source, fx.Node)
+        why = why_not_read(source)
+        if why is not None:
+            return no("FP8-R004", producer=describe(source), why=why)
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     return no("FP8-F001", what=draft.what, readers=readers_text(users))
