@@ -71,6 +71,8 @@ class ActForm:
         if len(parts) not in (3, 4):
             raise OptionError(f"activation form {text!r} does not have 3 parts, or 4")
         act = pick(parts[0], ActForm.ACTS, "activation")
-        return ActForm(
-            act, *(DTYPES[pick(part, MODEL_NAMES, "activation dtype")] for part in parts[1:])
-        )
+        dtypes = [DTYPES[pick(part, MODEL_NAMES, "activation dtype")] for part in parts[1:]]
+        form = ActForm(act, *dtypes)
+        if str(form) != text:  # one form, one text
+            raise OptionError(f"activation form {text!r} is written {str(form)!r}")
+        return form
