@@ -38,7 +38,16 @@ from fp8pass.spellings.walk import (
 
 _NARROW = (torch.bfloat16, torch.float16)
 #: What :func:`why_not_read` climbs through from a quantise, and how many nodes at most.
-_CLIMBED = (*ADD, *MUL, *DIV, *CAST, *VIEWS, aten.clamp.default, aten.pow.Tensor_Scalar)
+_CLIMBED = (
+    *ADD,
+    *MUL,
+    *DIV,
+    *CAST,
+    *VIEWS,
+    aten.clamp.default,
+    aten.pow.Tensor_Scalar,
+    aten.clone.default,
+)
 _CLIMB = 32
 
 
