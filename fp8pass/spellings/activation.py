@@ -8,7 +8,9 @@ second column of it. What matters is only where values are rounded, and that is 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -152,33 +154,49 @@ def _gpt_oss(root: fx.Node, core: Core, up: fx.Node, form: ActForm) -> ActMatch 
     """
     if form.act != "gelu_quick" or form.mid != form.compute:
         return None
-    gate = _clamped(core.gate, None, GPT_OSS_LIMIT)
     raised = commuted(up, ADD, lambda a: scalar(a) == 1.0)
-    inner = None if raised is None else _clamped(raised[1], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
-    if gate is None or inner is None or {dtype_of(core.gate), dtype_of(up)} != {form.compute}:
+    if raised is None or {dtype_of(core.gate), dtype_of(up), dtype_of(raised[1])} != {form.compute}:
         return None
-    gate, inner = peel_widening(gate), peel_widening(inner)
-    if dtype_of(gate) not in MODEL_DTYPES or dtype_of(inner) not in MODEL_DTYPES:
-        return None
-    if dtype_of(raised[1]) != form.compute:  # type: ignore[index]
+    gate = _clamped(core.gate, -math.inf, GPT_OSS_LIMIT)
+    inner = _clamped(raised[1], -GPT_OSS_LIMIT, GPT_OSS_LIMIT)
+    if gate is None or inner is None:
         return None
     return ActMatch(root, gate, inner, ActForm("gpt_oss", form.mid, form.out, form.compute))
 
 
-def _clamped(node: fx.Node, low: float | None, high: float) -> fx.Node | None:
-    """``x`` for ``clamp(x, low, high)`` with exactly these bounds."""
-    if is_call(node, aten.clamp.default):
-        bounds = argument(node, 1, "min"), argument(node, 2, "max")
-    elif is_call(node, aten.clamp_max.default):
-        bounds = None, argument(node, 1, "max")
-    elif is_call(node, aten.minimum.default) and low is None:
-        found = commuted(node, (aten.minimum.default,), lambda a: scalar(a) == high)
-        return None if found is None else found[1]
-    else:
+def _clamped(node: fx.Node, low: float, high: float) -> fx.Node | None:
+    """``x`` for ``clamp(x, low, high)`` with exactly these bounds, in the dtype of ``node``.
+
+    torch clamps bf16 and fp16 in float32 and casts back, which loses nothing: the values have that
+    dtype, and so have the bounds.
+    """
+    dtype = dtype_of(node)
+    inside = node
+    if cast_to(node) in _NARROW and dtype_of(node.args[0]) == torch.float32:
+        inside = node.args[0]  # type: ignore[assignment]
+    bounds: dict[str, float] = {"min": -math.inf, "max": math.inf}
+    source: Any = inside
+    # the lower bound is applied first, as clamp does: then a maximum stands outside
+    for name, op in (("max", aten.clamp_max.default), ("min", aten.clamp_min.default)):
+        if is_call(source, op):
+            bound = scalar(argument(source, 1, name))
+            if bound is None:
+                return None
+            bounds[name], source = bound, source.args[0]
+    if source is inside and is_call(inside, aten.clamp.default):
+        for i, name in enumerate(bounds):
+            given = argument(inside, i + 1, name)
+            bound = bounds[name] if given is None else scalar(given)
+            if bound is None:
+                return None
+            bounds[name] = bound
+        source = inside.args[0]
+    if source is inside or (bounds["min"], bounds["max"]) != (low, high):
         return None
-    exact = bounds[0] is None if low is None else scalar(bounds[0]) == low
-    found = node.args[0]
-    return found if exact and scalar(bounds[1]) == high and isinstance(found, fx.Node) else None
+    found = peel_widening(source)
+    if not isinstance(found, fx.Node) or dtype_of(found) not in MODEL_DTYPES:
+        return None
+    return found if inside is node or dtype_of(found) == dtype else None
 
 
 # ---- reasons -------------------------------------------------------------------------------------

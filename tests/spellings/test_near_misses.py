@@ -367,7 +367,9 @@ def silu_read_twice(g: Tensor, u: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     return *static(value * u, s), value
 
 
-def gelu(root: float = math.sqrt(0.5), one: float = 1.0, half: float = 0.5) -> Callable[..., Tensor]:
+def gelu(
+    root: float = math.sqrt(0.5), one: float = 1.0, half: float = 0.5
+) -> Callable[..., Tensor]:
     return lambda g: (g * half) * (torch.erf(g * root) + one)
 
 
