@@ -39,6 +39,16 @@ def tanh(x, NATIVE: tl.constexpr):
 
 
 @triton.jit
+def times(x, y, NATIVE: tl.constexpr):
+    """A rounded product: the compiler cannot make one operation of it and the sum that follows."""
+    if NATIVE:
+        value = tl.fma(x, y, tl.full(x.shape, 0.0, tl.float32))
+    else:
+        value = x * y
+    return value
+
+
+@triton.jit
 def logistic(x):
     """``1 / (1 + exp(-x))`` in float32."""
     return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.exp(x * -1.0) + 1.0)
@@ -63,7 +73,9 @@ def _gelu(g, ACT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
         step = tl.math.erf(rounded(tl.div_rn(g, by), COMPUTE, NATIVE))
     else:  # pow(g, 3) is the same product in torch
         cube = rounded(rounded(g * g, COMPUTE, NATIVE) * g, COMPUTE, NATIVE)
-        inner = rounded(g + rounded(cube * _CUBIC, COMPUTE, NATIVE), COMPUTE, NATIVE)
+        weight = tl.full(g.shape, _CUBIC, tl.float32)
+        cubic = rounded(times(cube, weight, NATIVE), COMPUTE, NATIVE)
+        inner = rounded(g + cubic, COMPUTE, NATIVE)
         step = tanh(rounded(inner * _SQRT_2_OVER_PI, COMPUTE, NATIVE), NATIVE)
     raised = rounded(rounded(step, COMPUTE, NATIVE) + 1.0, COMPUTE, NATIVE)
     return rounded(g * 0.5, COMPUTE, NATIVE) * raised

@@ -1,4 +1,4 @@
-"""The MLP classes of transformers: each activation is fused with the quantise of its last linear."""
+"""The MLP classes of transformers: each activation is fused with its quantise."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_fused_once(family: str, recipe: str) -> None:
 def test_compiled(family: str) -> None:
     model = mlp(family, "dynamic")
     x = values(6, WIDTH)
-    got = torch.compile(model, backend="fp8pass", options={"strict": True})(x)
+    got = torch.compile(model, backend="fp8pass", options={"fp8pass.strict": True})(x)
     sites = fp8pass.reports()[-1].sites
     assert len([s for s in sites if s.kind == "activation" and s.status == "fused"]) == 1
     assert_within_contract([got], [model(x)])
