@@ -76,6 +76,14 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the input of this quantise comes from a norm at {node} that fp8pass cannot read: {why}",
         "docs/numerics.md lists the norms that are read; another function is never taken for one",
     ),
+    Reason(
+        "FP8-R004",
+        "an activation that is not read",
+        "the input of this quantise is made by {producer}, which looks like an activation that is "
+        "not read: {why}",
+        "docs/numerics.md lists the activations that are read; another rounding order or constant "
+        "is never guessed",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

@@ -200,6 +200,7 @@ FUSED = (
     "fp8pass.add_rms_norm_quant.default",
     "fp8pass.layer_norm_quant.default",
     "fp8pass.silu_mul_quant.default",
+    "fp8pass.act_mul_quant.default",
 )
 
 

@@ -50,7 +50,7 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
         base.fake,
         base.inputs,
         1e-3,
-        "the order of a reduction, and the last bits of exp and rsqrt",
+        "the order of a reduction, and the last bits of exp, erf, tanh and rsqrt",
     )
     return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
 
@@ -58,6 +58,7 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
 TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")
 TRITON_ADD_RMS_NORM_QUANT = _producer(norm.ADD_RMS_NORM_QUANT, "triton_norm")
 TRITON_SILU_MUL_QUANT = _producer(activation.SILU_MUL_QUANT, "triton_activation")
+TRITON_ACT_MUL_QUANT = _producer(activation.ACT_MUL_QUANT, "triton_activation")
 TRITON_QUANTIZE = _producer(quantize.SPEC, "triton_quantize")
 
 

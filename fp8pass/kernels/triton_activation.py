@@ -1,10 +1,12 @@
-"""Triton kernels of ``fp8pass::silu_mul_quant``.
+"""Triton kernels of ``fp8pass::silu_mul_quant`` and ``fp8pass::act_mul_quant``.
 
 - a given scale: one launch, element-wise over pieces of rows;
 - a scale per token: one launch, a row in the registers of one program;
 - a scale per tensor: a first launch writes the product and each program's largest value, a second
   one quantises the product (:func:`fp8pass.kernels.triton_quantize.quantize_tensor`); it is half
   the size of the two inputs, so that this moves no more than reading those again.
+
+Without an ``up`` its pointer is None, and "the product" is the activation.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 
@@ -18,9 +20,10 @@ import triton
 import triton.language as tl
 
 from fp8pass.kernels import triton_launch as host
-from fp8pass.kernels.triton_limits import MAX_ROW, why_not_activation
+from fp8pass.kernels.triton_act_functions import activated, factor
+from fp8pass.kernels.triton_limits import MAX_ROW, why_not_activation, why_not_silu
 from fp8pass.kernels.triton_quantize import quantize_tensor
-from fp8pass.kernels.triton_rounding import NATIVE, larger, rounded, rounded_pairs, silu
+from fp8pass.kernels.triton_rounding import NATIVE, larger, rounded, rounded_pairs
 from fp8pass.kernels.triton_rows import (
     amax_of,
     begin,
@@ -38,17 +41,20 @@ from fp8pass.ops.library import nothing
 def _products(
     gates,
     ups,
-    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    COMPUTE: tl.constexpr,
     MID: tl.constexpr,
     PRODUCT: tl.constexpr,
     OUT: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):
-    """``silu(gate) * up`` with every rounding of its form, as float32."""
+    """``act(gate) * up`` with every rounding of its form, as float32."""
     results = ()
     for c in tl.static_range(CHUNKS):
-        value = rounded(silu(gates[c], SILU, NATIVE), MID, NATIVE)
-        value = rounded(value * ups[c], PRODUCT, NATIVE)
+        value = rounded(activated(gates[c], ACT, COMPUTE, NATIVE), MID, NATIVE)
+        if GATED:
+            value = rounded(value * factor(ups[c], ACT, COMPUTE, NATIVE), PRODUCT, NATIVE)
         if OUT != PRODUCT:
             value = rounded_pairs(value, OUT, NATIVE)
         results = results + (value,)
@@ -65,7 +71,9 @@ def _silu_rows(
     rows,
     gate_pitch,
     up_pitch,
-    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    STEP: tl.constexpr,
     MID: tl.constexpr,
     PRODUCT: tl.constexpr,
     OUT: tl.constexpr,
@@ -92,9 +100,12 @@ def _silu_rows(
     index = tl.program_id(0)
     while index < rows:
         row = tl.cast(index, tl.int64)
-        ups = load_chunks(up_ptr + row * up_pitch, 0, CHUNKS, CHUNK, LIMIT, FIRST)
+        if GATED:
+            ups = load_chunks(up_ptr + row * up_pitch, 0, CHUNKS, CHUNK, LIMIT, FIRST)
         gates = load_chunks(gate_ptr + row * gate_pitch, 0, CHUNKS, CHUNK, LIMIT, FIRST)
-        results = _products(gates, ups, SILU, MID, PRODUCT, OUT, CHUNKS)
+        if not GATED:
+            ups = gates
+        results = _products(gates, ups, GATED, ACT, STEP, MID, PRODUCT, OUT, CHUNKS)
         if y_ptr is not None:
             store_chunks(y_ptr + row * WIDTH, results, 0, OUT, CHUNKS, CHUNK, LIMIT)
         scale = scale_of(amax_of(results, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
@@ -117,7 +128,9 @@ def _silu_pieces(
     pieces,
     gate_pitch,
     up_pitch,
-    SILU: tl.constexpr,
+    GATED: tl.constexpr,
+    ACT: tl.constexpr,
+    STEP: tl.constexpr,
     MID: tl.constexpr,
     PRODUCT: tl.constexpr,
     OUT: tl.constexpr,
@@ -149,9 +162,12 @@ def _silu_pieces(
         start = (piece % PER_ROW) * (CHUNKS * CHUNK)
         if partials_ptr is None:
             scale = tl.load(scale_ptr, volatile=FIRST)
-        ups = load_chunks(up_ptr + row * up_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
+        if GATED:
+            ups = load_chunks(up_ptr + row * up_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
         gates = load_chunks(gate_ptr + row * gate_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
-        results = _products(gates, ups, SILU, MID, PRODUCT, OUT, CHUNKS)
+        if not GATED:
+            ups = gates
+        results = _products(gates, ups, GATED, ACT, STEP, MID, PRODUCT, OUT, CHUNKS)
         if y_ptr is not None:
             store_chunks(y_ptr + row * WIDTH, results, start, OUT, CHUNKS, CHUNK, LIMIT)
         if partials_ptr is not None:
@@ -167,12 +183,16 @@ def _silu_pieces(
 
 
 @cache
-def _act_constants(form: str, up_dtype: torch.dtype) -> dict[str, Any]:
+def _act_constants(form: str, up_dtype: torch.dtype | None) -> dict[str, Any]:
     act = ActForm.parse(form)
+    other = act.compute if act.act == "gpt_oss" else up_dtype
+    product = act.mid if up_dtype is None else torch.promote_types(act.mid, other or act.mid)
     return {
-        "SILU": act.silu,
+        "GATED": up_dtype is not None,
+        "ACT": act.act,
+        "STEP": host.TL[act.compute],
         "MID": host.TL[act.mid],
-        "PRODUCT": host.TL[torch.promote_types(act.mid, up_dtype)],
+        "PRODUCT": host.TL[product],
         "OUT": host.TL[act.out],
     }
 
@@ -185,11 +205,24 @@ def silu_mul_quant(
     quant_form: str,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """``fp8pass::silu_mul_quant`` on a GPU, as :func:`fp8pass.ops.activation.silu_mul_quant`.
+    """``fp8pass::silu_mul_quant`` on a GPU: :func:`act_mul_quant` in a form of SiLU."""
+    host.check(why_not_silu(form))
+    return act_mul_quant(gate, up, scale, form, quant_form, keep)
+
+
+def act_mul_quant(
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    scale: torch.Tensor | None,
+    form: str,
+    quant_form: str,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """``fp8pass::act_mul_quant`` on a GPU, as :func:`fp8pass.ops.activation.act_mul_quant`.
 
     Args:
         gate, up: ``[..., I]`` bf16, fp16 or fp32; rows may have any pitch, so that both may be
-            halves of one packed ``[..., 2 I]``.
+            halves of one packed ``[..., 2 I]``. ``up`` is None for the activation alone.
         scale: one float32 on the device of ``gate`` if ``quant_form`` is static, else None.
         form, quant_form: texts of an :class:`ActForm` and a :class:`QuantForm`.
         keep: return the product too.
@@ -202,13 +235,15 @@ def silu_mul_quant(
         ValueError: the quantise is static and no scale is given, or the reverse.
     """
     width = host.width_of(gate)
-    host.check(why_not_activation(form, quant_form, width, gate.dtype, up.dtype), gate, up)
+    up_dtype = None if up is None else up.dtype
+    why = why_not_activation(form, quant_form, width, gate.dtype, up_dtype)
+    host.check(why, gate, *(() if up is None else (up,)))
     assert width is not None
     act, quant = ActForm.parse(form), QuantForm.parse(quant_form)
     host.check_scale(quant, scale, gate)
     gates, rows, gate_pitch = host.rows_of(gate, width)
-    ups, _, up_pitch = host.rows_of(up, width)
-    constants = _act_constants(form, up.dtype)
+    ups, _, up_pitch = (None, 0, 0) if up is None else host.rows_of(up, width)
+    constants = _act_constants(form, up_dtype)
     device = gate.device
     per_tensor = scale is None and quant.granularity == "tensor"
 

@@ -102,21 +102,34 @@ def why_not_activation(
     quant_form: str,
     width: int | None,
     gate_dtype: torch.dtype,
-    up_dtype: torch.dtype,
+    up_dtype: torch.dtype | None,
 ) -> str | None:
-    """Why the kernels for ``silu_mul_quant`` refuse a site; as :func:`why_not_norm`.
+    """Why the kernels for ``act_mul_quant`` refuse a site; as :func:`why_not_norm`.
 
     Only a scale per token needs a whole row in one program; the others take any width.
+    ``up_dtype`` is None for an activation alone.
     """
     try:
-        ActForm.parse(form)
+        act = ActForm.parse(form)
         quant = QuantForm.parse(quant_form)
     except OptionError as error:
         return str(error)
+    if act.act == "gpt_oss" and up_dtype is None:
+        return f"the form {form} without an up"
     for name, dtype in (("a gate", gate_dtype), ("an input", up_dtype)):
-        if why := _why_not_dtype(name, dtype):
+        if dtype is not None and (why := _why_not_dtype(name, dtype)):
             return why
     return _why_not_width(width, _longest(quant)) or _why_not_quant(quant)
+
+
+@cache
+def why_not_silu(form: str) -> str | None:
+    """Why ``silu_mul_quant`` refuses a form that ``act_mul_quant`` takes."""
+    try:
+        act = ActForm.parse(form).act
+    except OptionError as error:
+        return str(error)
+    return None if act in ActForm.SILUS else f"the form {form} as one of SiLU"
 
 
 @cache

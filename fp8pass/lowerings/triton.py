@@ -46,7 +46,7 @@ def _takes_producer(target: Target, problem: ProducerProblem) -> Verdict:
     elif problem.op == "add_rms_norm_quant":
         x, residual, weight = dtypes
         why = why_not_norm(problem.form, problem.quant_form, problem.width, x, residual, weight)
-    elif problem.op == "silu_mul_quant":
+    elif problem.op in ("silu_mul_quant", "act_mul_quant"):
         why = why_not_activation(problem.form, problem.quant_form, problem.width, *dtypes)
     elif problem.op == "quantize":
         why = why_not_quantize(problem.quant_form, problem.width, *dtypes)

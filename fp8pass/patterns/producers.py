@@ -12,6 +12,8 @@
     gate ─┐
     up ───┴ silu_mul ─ y ─ quantize ─ (q, scale)    ──►   silu_mul_quant(gate, up) ─ (q, scale[, y])
 
+    the same for act_mul, which has every other activation, with or without an up
+
 ``y`` is an output of the fused operator only if something else reads it. Numerics contract: every
 rounding of the source is performed in the same place (docs/numerics.md); both forms travel
 unchanged as arguments.
@@ -127,4 +129,19 @@ SILU_MUL_QUANT = Rule(
     ),
 )
 
-RULES: tuple[Rule, ...] = (ADD_RMS_NORM_QUANT, RMS_NORM_QUANT, LAYER_NORM_QUANT, SILU_MUL_QUANT)
+ACT_MUL_QUANT = Rule(
+    name="act_mul_quant",
+    pattern=_quantise(_producer(_ops.act_mul.default, *_ACT)),
+    where=SHARED,
+    emit=lambda fusion: _emit(
+        fusion, _ops.act_mul_quant.default, ("gate", "up", "scale", "form", "quant_form")
+    ),
+)
+
+RULES: tuple[Rule, ...] = (
+    ADD_RMS_NORM_QUANT,
+    RMS_NORM_QUANT,
+    LAYER_NORM_QUANT,
+    SILU_MUL_QUANT,
+    ACT_MUL_QUANT,
+)

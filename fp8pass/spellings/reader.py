@@ -22,10 +22,11 @@ from fp8pass.ops.library import generic
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
+from fp8pass.spellings.activation import why_not_read
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
-from fp8pass.spellings.registry import Producer, spellings
+from fp8pass.spellings.registry import Producer, quantised_spellings, spellings
 from fp8pass.spellings.walk import (
     VIEWS,
     aten,
@@ -109,7 +110,7 @@ class Reader:
                 if isinstance(found, Verdict):
                     self.unread.append(("quantize", node, found))
                 else:
-                    self._put_quantise(found)
+                    self._put_quantise(self._with_producer(node, found))
 
     def read_products(self) -> None:
         """Scaled products."""
@@ -231,6 +232,20 @@ class Reader:
             draft.swaps.append(
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], last_dim=1)
             )
+
+    def _with_producer(self, cast: fx.Node, found: QuantMatch) -> QuantMatch:
+        """``found`` after its source was read, if that is something read only where quantised."""
+        source = peel_views(found.x)
+        if not isinstance(source, fx.Node) or source.op != "call_function":
+            return found
+        for spelling in quantised_spellings():
+            producer = spelling.match(source)
+            if producer is not None:
+                self._put_producer(producer)
+                again = match_quantize(cast)
+                assert isinstance(again, QuantMatch)  # the same nodes around another source
+                return again
+        return found
 
     def _quantise_value(
         self, found: QuantMatch, base: fx.Node, viewed: bool
@@ -359,6 +374,10 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
         norm = unread_norm(source)
         if norm is not None:
             return no("FP8-R003", node=norm[0], why=norm[1])
+        assert isinstance(source, fx.Node)
+        why = why_not_read(source)
+        if why is not None:
+            return no("FP8-R004", producer=describe(source), why=why)
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     return no("FP8-F001", what=draft.what, readers=readers_text(users))

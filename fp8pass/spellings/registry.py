@@ -51,17 +51,35 @@ class Spelling:
         anchors: overloads of the nodes at which ``match`` is tried.
         match: the reader; None if the node is not one.
         order: spellings of one anchor are tried in this order, then by name.
+        quantised: instead of at anchors, it is tried at the value that a quantise reads.
     """
 
     name: str
     anchors: tuple[Any, ...]
     match: Callable[[fx.Node], Producer | None]
     order: int = 100
+    quantised: bool = False
+
+
+@cache
+def quantised_spellings() -> tuple[Spelling, ...]:
+    """The spellings to try at the value that a quantise reads."""
+    return tuple(spelling for spelling in _all() if spelling.quantised)
 
 
 @cache
 def spellings() -> dict[Any, tuple[Spelling, ...]]:
-    """Anchor -> the spellings to try there, from every file of this folder."""
+    """Anchor -> the spellings to try there."""
+    table: dict[Any, list[Spelling]] = {}
+    for spelling in _all():
+        for anchor in spelling.anchors:
+            table.setdefault(anchor, []).append(spelling)
+    return {anchor: tuple(tried) for anchor, tried in table.items()}
+
+
+@cache
+def _all() -> tuple[Spelling, ...]:
+    """The spellings of every file of this folder, in their order."""
     package = importlib.import_module(__package__)
     found: list[Spelling] = []
     for info in pkgutil.iter_modules(package.__path__):
@@ -70,8 +88,4 @@ def spellings() -> dict[Any, tuple[Spelling, ...]]:
     names = [spelling.name for spelling in found]
     if len(set(names)) != len(names):
         raise ValueError(f"two spellings of one name among {', '.join(sorted(names))}")
-    table: dict[Any, list[Spelling]] = {}
-    for spelling in sorted(found, key=lambda s: (s.order, s.name)):
-        for anchor in spelling.anchors:
-            table.setdefault(anchor, []).append(spelling)
-    return {anchor: tuple(tried) for anchor, tried in table.items()}
+    return tuple(sorted(found, key=lambda s: (s.order, s.name)))

@@ -24,8 +24,12 @@ OPS = {
     "rms_norm_quant": "norm",
     "add_rms_norm_quant": "norm",
     "silu_mul_quant": "activation",
+    "act_mul_quant": "activation",
     "quantize": "quantize",
 }
+ACTIVATIONS = ("silu_mul_quant", "act_mul_quant")
+#: Operators of two tensors of one shape.
+OF_TWO = (*ACTIVATIONS, "add_rms_norm_quant")
 #: What fp8 e4m3fn rounds to: half a step of three bits, and of the numbers without them.
 HALF_STEP, HALF_LEAST = 2.0**-4, 2.0**-10
 
@@ -61,9 +65,11 @@ def values(rows: int, width: int, dtype: torch.dtype, seed: int = 0) -> torch.Te
 
 
 def form_of(op: str, dtype: torch.dtype, weight: str = "after_cast") -> str:
-    """The form of a Llama in ``dtype``."""
+    """The form of a Llama in ``dtype``; of a Gemma's activation for ``act_mul_quant``."""
     name = str(dtype).removeprefix("torch.")
-    return f"mean,rsqrt,{weight},{name}" if "norm" in op else f"div,{name},{name}"
+    if "norm" in op:
+        return f"mean,rsqrt,{weight},{name}"
+    return f"{'div' if op == 'silu_mul_quant' else 'gelu_tanh'},{name},{name}"
 
 
 def arguments(
@@ -80,7 +86,7 @@ def arguments(
     scale = torch.tensor(0.01, device="cuda") if quant.static else None
     if op == "quantize":
         return values(rows, width, dtype, seed), scale, str(quant)
-    if op == "silu_mul_quant":
+    if op in ACTIVATIONS:
         gate, up = values(rows, 2 * width, dtype, seed).chunk(2, -1)
         return gate, up, scale, form_of(op, dtype), str(quant), keep
     weight = (values(1, width, F32, seed + 1)[0] * 0.1 + 1).to(dtype)
@@ -97,6 +103,9 @@ def exact(op: str, args: tuple[Any, ...]) -> torch.Tensor:
     if op == "silu_mul_quant":
         gate, up = args[0].double(), args[1].double()
         return gate * gate.sigmoid() * up
+    if op == "act_mul_quant":
+        gate, up = args[0].double(), args[1].double()
+        return torch.nn.functional.gelu(gate, approximate="tanh") * up
     x = args[0].double()
     if op == "add_rms_norm_quant":
         x = (args[0] + args[1]).double()  # the sum has a dtype of its own

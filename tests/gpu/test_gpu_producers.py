@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from producer_cases import (
+    ACTIVATIONS,
     BF16,
     F16,
     F32,
     HALF_LEAST,
     HALF_STEP,
+    OF_TWO,
     OPS,
     RECIPES,
     ROWS,
@@ -30,7 +32,7 @@ from producer_cases import (
 )
 from producer_checks import STEP, assert_exact, code_steps
 
-from fp8pass.ops import SPECS, QuantForm, dynamic_form, static_form
+from fp8pass.ops import SPECS, ActForm, QuantForm, dynamic_form, static_form
 
 pytest.importorskip("triton")
 
@@ -56,7 +58,7 @@ def close_to_float64(op: str, args: tuple[Any, ...], got: tuple[torch.Tensor, ..
     """Codes times scale are within half a step of fp8 and some of the model dtype's roundings."""
     if not got[0].numel():
         return
-    given = args[{"quantize": 1, "silu_mul_quant": 2}.get(op, -5)]
+    given = args[{"quantize": 1, "silu_mul_quant": 2, "act_mul_quant": 2}.get(op, -5)]
     want, scale = exact(op, args), (got[1] if given is None else given).double()
     error = (got[0].double() * scale - want).abs()
     bound = want.abs() * (HALF_STEP + 4 * STEP[args[0].dtype]) + scale * HALF_LEAST * 1.01
@@ -144,6 +146,21 @@ def test_activation_forms(form: str) -> None:
         gate, up = values(40, 1536, gate_dtype), values(40, 1536, up_dtype, 1)
         args = (gate, up, scale, form, str(quant), True)
         assert_exact(kernel("silu_mul_quant")(*args), reference("silu_mul_quant")(*args), form=form)
+
+
+@pytest.mark.parametrize("compute", DTYPES + (F32,), ids=str)
+@pytest.mark.parametrize("act", ActForm.ACTS)
+def test_every_activation(act: str, compute: torch.dtype) -> None:
+    """With and without an up, each step rounded to ``compute``; erf and tanh are libdevice's."""
+    for dtype, quant in zip((BF16, F16, F32), (STATIC, TOKEN, TENSOR), strict=True):
+        scale = torch.tensor(0.01, device="cuda") if quant.static else None
+        gate, up = values(40, 1536, dtype), values(40, 1536, BF16, 1)
+        for mid, out in ((compute, BF16), (F32, F32), (BF16, BF16)):
+            form = str(ActForm(act, mid, out, compute))
+            for other in (up, None) if act != "gpt_oss" else (up,):
+                args = (gate, other, scale, form, str(quant), True)
+                want = reference("act_mul_quant")(*args)
+                assert_exact(kernel("act_mul_quant")(*args), want, form=form)
 
 
 QUANT_FORMS = {
@@ -251,7 +268,7 @@ def test_special_values(op: str) -> None:
         x = args[0] = args[0].clone()
         x[1, 3], x[3, 5], x[4, 7], x[5, :4] = math.nan, math.inf, -math.inf, -0.0
         x[6, 0], x[7] = 3e38, x[7] * 1e-30
-        operands = 2 if op in ("silu_mul_quant", "add_rms_norm_quant") else 1
+        operands = 2 if op in OF_TWO else 1
         for rows in (slice(0, 8), *(slice(i, i + 1) for i in range(8))):
             cut = [a[rows] for a in args[:operands]] + args[operands:]
             assert_exact(kernel(op)(*cut), reference(op)(*cut), op=op, rows=rows, quant=str(quant))
@@ -260,7 +277,7 @@ def test_special_values(op: str) -> None:
 @pytest.mark.parametrize("op", OPS)
 def test_layouts(op: str) -> None:
     """Rows with a pitch, aligned and not; starts off a multiple of 16; three dims; no pitch."""
-    operands = 2 if op in ("silu_mul_quant", "add_rms_norm_quant") else 1
+    operands = 2 if op in OF_TWO else 1
 
     def views(seed: int) -> list[torch.Tensor]:
         wide, cube = values(64, 6000, BF16, seed), values(24, 4096, BF16, seed).view(2, 3, 4, 4096)
@@ -284,11 +301,11 @@ def test_layouts(op: str) -> None:
 
 @pytest.mark.parametrize("width", [1, 47, 1000, 11008, 13824, 28672, 32768])
 def test_other_widths(width: int) -> None:
-    for op, quant in zip(OPS, (TOKEN, TENSOR, TOKEN, TENSOR), strict=True):
+    for op, quant in zip(OPS, (TOKEN, TENSOR, TOKEN, TENSOR, TENSOR), strict=True):
         for rows in (2, 150):
             args = arguments(op, rows, width, BF16, quant)
             assert_exact(kernel(op)(*args), reference(op)(*args), op=op, width=width)
-    for op in ("silu_mul_quant", "quantize"):
+    for op in (*ACTIVATIONS, "quantize"):
         args = arguments(op, 3, 53248, BF16, STATIC)
         assert_exact(kernel(op)(*args), reference(op)(*args), op=op, width=53248)
 

@@ -110,6 +110,74 @@ def test_several_pieces_to_a_program(kernels: ModuleType, monkeypatch: pytest.Mo
         check(kernels, values(7, 72), values(7, 72, seed=7), quant=quant)
 
 
+# ---- every activation, with and without an up ---------------------------------------------------
+
+
+def check_act(
+    kernels: ModuleType,
+    gate: torch.Tensor,
+    up: torch.Tensor | None,
+    form: str,
+    quant: QuantForm,
+) -> None:
+    scale = torch.tensor(0.02) if quant.static else None
+    args = (gate, up, scale, form, str(quant), True)
+    want = activation.act_mul_quant(*args)
+    assert_exact(kernels.act_mul_quant(*args), want, form=form, quant=str(quant))
+
+
+def test_inputs_of_the_record_of_every_activation(kernels: ModuleType) -> None:
+    spec = SPECS["act_mul_quant"]
+    for args in spec.inputs(torch.Generator().manual_seed(5)):
+        assert_exact(kernels.act_mul_quant(*args), spec.reference(*args), form=args[3:])
+
+
+@pytest.mark.parametrize("act", ActForm.ACTS)
+@pytest.mark.parametrize("compute", [BF16, F16, F32], ids=str)
+def test_every_activation(kernels: ModuleType, act: str, compute: torch.dtype) -> None:
+    for i, dtype in enumerate((BF16, F16, F32)):
+        gate, up = values(3, 40, dtype=dtype), values(3, 40, dtype=(F32, BF16, F16)[i], seed=7)
+        form = str(ActForm(act, (compute, BF16, F16)[i], (BF16, F32, F16)[i], compute))
+        quant = (STATIC, TOKEN, TENSOR)[i]
+        check_act(kernels, gate, up, form, quant)
+        if act != "gpt_oss":
+            check_act(kernels, gate, None, form, quant)
+
+
+@pytest.mark.parametrize("act", ActForm.ACTS)
+@pytest.mark.parametrize("quant", [STATIC, TOKEN, TENSOR], ids=str)
+def test_special_values_of_every_activation(
+    kernels: ModuleType, act: str, quant: QuantForm
+) -> None:
+    gate, up = values(7, 40), values(7, 40, seed=7)
+    gate[1, 3], gate[2, 5], gate[3, 7] = math.nan, math.inf, -math.inf
+    gate[6, :4] = torch.tensor([-0.0, -200.0, -88.5, 200.0])
+    form = f"{act},bfloat16,bfloat16"
+    check_act(kernels, gate, up, form, quant)
+    if act != "gpt_oss":
+        check_act(kernels, gate, None, form, quant)
+
+
+@pytest.mark.parametrize("quant", [STATIC, TOKEN, TENSOR], ids=str)
+def test_layouts_without_an_up(kernels: ModuleType, quant: QuantForm) -> None:
+    packed = values(2, 3, 80)
+    for gate in (packed[..., 40:], packed[:, 1, 3:35], packed[..., ::2], values(0, 64)):
+        if gate.numel() or quant is not TENSOR:
+            check_act(kernels, gate, None, "gelu_erf,bfloat16,bfloat16", quant)
+
+
+def test_refusals_of_forms(kernels: ModuleType) -> None:
+    ask = why_not_activation
+    assert "without an up" in (ask("gpt_oss,bfloat16,bfloat16", str(TOKEN), 64, BF16, None) or "")
+    assert ask("gpt_oss,bfloat16,bfloat16", str(TOKEN), 64, BF16, BF16) is None
+    assert ask("relu,bfloat16,bfloat16", str(TOKEN), 64, BF16, None) is None
+    assert "activation" in (ask("mish,bfloat16,bfloat16", str(TOKEN), 64, BF16, None) or "")
+    x = values(2, 16)
+    with pytest.raises(UnsupportedError, match="as one of SiLU"):
+        kernels.silu_mul_quant(x, x, None, "relu,bfloat16,bfloat16", str(TOKEN), False)
+    kernels.act_mul_quant(x, x, None, "relu,bfloat16,bfloat16", str(TOKEN), False)
+
+
 def test_refusals(kernels: ModuleType) -> None:
     ask = why_not_activation
     assert "at most" in (ask(LLAMA, str(TOKEN), MAX_ROW + 1, BF16, BF16) or "")

@@ -18,7 +18,7 @@ import pytest
 import torch
 from graphs import vector
 
-from fp8pass.ops import QuantForm, dynamic_form, static_form
+from fp8pass.ops import ActForm, QuantForm, dynamic_form, static_form
 
 triton = pytest.importorskip("triton")
 
@@ -156,6 +156,21 @@ def test_activation(compiled: Callable[..., list[Compiled]], tmp_path: Path) -> 
     args = (gate, up, torch.ones(()), form, STATIC, False)
     (kernel,) = compiled("activation", "silu_mul_quant", *args)
     good(kernel, tmp_path, loads=4, stores=2)
+
+
+@pytest.mark.parametrize("act", ActForm.ACTS)
+def test_every_activation(
+    compiled: Callable[..., list[Compiled]], tmp_path: Path, act: str
+) -> None:
+    """With an up and without, each step rounded and not; nothing is called and nothing spilled."""
+    gate, up = rows(2048, 2 * 4096).chunk(2, -1)
+    for form in (f"{act},bfloat16,bfloat16", f"{act},bfloat16,bfloat16,bfloat16"):
+        for other in (up, None) if act != "gpt_oss" else (up,):
+            for quant, scale in ((TOKEN, None), (STATIC, torch.ones(()))):
+                args = (gate, other, scale, form, quant, False)
+                (kernel,) = compiled("activation", "act_mul_quant", *args)
+                found = kernel.instructions(tmp_path)
+                assert not {n for n in found if n.startswith(("STL", "LDL", "CALL"))}, found
 
 
 def test_activation_of_few_rows_loads_first(

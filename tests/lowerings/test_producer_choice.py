@@ -33,6 +33,9 @@ PROBLEMS = {
         "add_rms_norm_quant", NORM, TOKEN, 4096, (BF16, BF16, BF16), "cuda"
     ),
     "silu_mul_quant": ProducerProblem("silu_mul_quant", ACT, TOKEN, 4096, (BF16, BF16), "cuda"),
+    "act_mul_quant": ProducerProblem(
+        "act_mul_quant", "gelu_tanh,bfloat16,bfloat16", TOKEN, 4096, (BF16, None), "cuda"
+    ),
     "quantize": ProducerProblem("quantize", "", str(static_form()), 4096, (BF16,), "cuda"),
 }
 

@@ -46,7 +46,7 @@ layer_norms = st.builds(
     st.sampled_from(LayerNormForm.AFFINES),
     model,
 )
-acts = st.builds(ActForm, st.sampled_from(ActForm.SILUS), model, model)
+acts = st.builds(ActForm, st.sampled_from(ActForm.ACTS), model, model, model)
 #: (scale, apply): an inverse scale is multiplied by, a dequant scale never is
 HOW = (
     ("inverse", "mul_inverse"),

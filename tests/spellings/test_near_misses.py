@@ -6,6 +6,7 @@ is read of a near-miss (half of it may well be) must change no number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -359,13 +360,66 @@ def silu_read_twice(g: Tensor, u: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     return *static(value * u, s), value
 
 
+def gelu(
+    root: float = math.sqrt(0.5), one: float = 1.0, half: float = 0.5
+) -> Callable[..., Tensor]:
+    return lambda g: (g * half) * (torch.erf(g * root) + one)
+
+
+def gelu_tanh(
+    cubic: float = 0.044715, root: float = math.sqrt(2 / math.pi), power: int = 3
+) -> Callable[..., Tensor]:
+    return lambda g: (0.5 * g) * (1 + torch.tanh(root * (g + cubic * torch.pow(g, power))))
+
+
+def alone(fn: Callable[[Tensor], Tensor]) -> Fn:
+    return lambda g, u, s: static(fn(g), s)
+
+
 SILU = acts(silu=wide_silu())
 ACT_CASES = {
     "silu_of_one_and_exp_of_another": Case(crossed, act, ACT_INPUTS, (0, 0, 1)),
     "plus_two": Case(acts(silu=wide_silu(2.0)), SILU, ACT_INPUTS, (0, 0, 1)),
     "quick_gelu": Case(acts(silu=wide_silu(1.0, -1.702)), SILU, ACT_INPUTS, (0, 0, 1)),
     "exp_of_plus": Case(acts(silu=wide_silu(1.0, 1.0)), SILU, ACT_INPUTS, (0, 0, 1)),
-    "gelu": Case(acts(silu=F.gelu), act, ACT_INPUTS, (0, 0, 1)),
+    "mish": Case(acts(silu=F.mish), act, ACT_INPUTS, (0, 0, 1)),
+    "gelu_of_another_root": Case(
+        acts(silu=gelu(root=0.7)), acts(silu=gelu()), ACT_INPUTS, (0, 0, 1)
+    ),
+    "gelu_plus_two": Case(acts(silu=gelu(one=2.0)), acts(silu=gelu()), ACT_INPUTS, (0, 0, 1)),
+    "gelu_not_halved": Case(acts(silu=gelu(half=0.25)), acts(silu=gelu()), ACT_INPUTS, (0, 0, 1)),
+    "gelu_halved_last": Case(
+        acts(silu=lambda g: (g * (1 + torch.erf(g * math.sqrt(0.5)))) * 0.5),
+        acts(silu=gelu()),
+        ACT_INPUTS,
+        (0, 0, 1),
+    ),
+    "gelu_tanh_of_another_cube": Case(
+        acts(silu=gelu_tanh(cubic=0.044)), acts(silu=gelu_tanh()), ACT_INPUTS, (0, 0, 1)
+    ),
+    "gelu_tanh_of_a_rounded_root": Case(
+        acts(silu=gelu_tanh(root=0.79788456)), acts(silu=gelu_tanh()), ACT_INPUTS, (0, 0, 1)
+    ),
+    "gelu_tanh_of_a_square": Case(
+        acts(silu=gelu_tanh(power=2)), acts(silu=gelu_tanh()), ACT_INPUTS, (0, 0, 1)
+    ),
+    "another_quick_gelu": Case(
+        acts(silu=lambda g: g * torch.sigmoid(1.7 * g)),
+        acts(silu=lambda g: g * torch.sigmoid(1.702 * g)),
+        ACT_INPUTS,
+        (0, 0, 1),
+    ),
+    "relu_cubed": Case(alone(lambda g: F.relu(g) ** 3), alone(F.relu), ACT_INPUTS, (0, 0, 1)),
+    "relu6": Case(alone(F.relu6), alone(F.relu), ACT_INPUTS, (0, 0, 1)),
+    "leaky_relu": Case(alone(F.leaky_relu), alone(F.relu), ACT_INPUTS, (0, 0, 1)),
+    "tanh_alone": Case(alone(torch.tanh), alone(F.gelu), ACT_INPUTS, (0, 0, 1)),
+    "sigmoid_alone": Case(alone(torch.sigmoid), alone(F.silu), ACT_INPUTS, (0, 0, 1)),
+    "gelu_alone_in_float64": Case(
+        alone(lambda g: F.gelu(g.double()).bfloat16()), alone(F.gelu), ACT_INPUTS, (0, 0, 1)
+    ),
+    "gelu_alone_transposed": Case(
+        lambda g, u, s: static(F.gelu(g.t()), s), alone(F.gelu), ACT_INPUTS, (0, 0, 0)
+    ),
     "added": Case(acts(times=lambda a, u: a + u), act, ACT_INPUTS, (0, 0, 1)),
     "divided": Case(acts(times=lambda a, u: a / u), act, ACT_INPUTS, (0, 0, 1)),
     "squared": Case(acts(times=lambda a, u: a * a), act, ACT_INPUTS, (0, 0, 1)),
