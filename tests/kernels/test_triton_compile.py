@@ -170,7 +170,10 @@ def test_every_activation(
                 args = (gate, other, scale, form, quant, False)
                 (kernel,) = compiled("activation", "act_mul_quant", *args)
                 found = kernel.instructions(tmp_path)
-                assert not {n for n in found if n.startswith(("STL", "LDL", "CALL"))}, found
+                # SiLU in steps of bf16 divides in general, which calls for subnormal numbers
+                steps = act == "div" and form.count("bfloat16") == 3
+                unwanted = ("STL", "LDL") if steps else ("STL", "LDL", "CALL")
+                assert not {n for n in found if n.startswith(unwanted)}, found
 
 
 def test_activation_of_few_rows_loads_first(
