@@ -18,6 +18,8 @@ from fp8pass.ops import act_form
 
 _SQRT_HALF = tl.constexpr(act_form.SQRT_HALF)
 _SQRT_TWO = tl.constexpr(act_form.SQRT_TWO)
+#: 1 over float32's square root of 2 (1.41421354), rounded to float32 when it is used.
+_INVERSE = tl.constexpr(1.0 / 1.41421353816986083984375)
 _SQRT_2_OVER_PI = tl.constexpr(act_form.SQRT_2_OVER_PI)
 _CUBIC = tl.constexpr(act_form.CUBIC)
 _QUICK = tl.constexpr(act_form.QUICK)
@@ -49,9 +51,23 @@ def times(x, y, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def logistic(x):
-    """``1 / (1 + exp(-x))`` in float32."""
-    return tl.div_rn(tl.full(x.shape, 1.0, tl.float32), tl.exp(x * -1.0) + 1.0)
+def over_sqrt_two(x, NATIVE: tl.constexpr):
+    """The IEEE quotient of ``x`` and float32's square root of 2.
+
+    A product with the rounded reciprocal, corrected by its remainder, as
+    :func:`fp8pass.kernels.triton_rounding.divided` does.
+    """
+    root = tl.full(x.shape, _SQRT_TWO, tl.float32)
+    if NATIVE:
+        inverse = tl.full(x.shape, _INVERSE, tl.float32)
+        guess = x * inverse
+        excess = tl.fma(guess, root, x * -1.0)
+        corrected = tl.fma(excess * -1.0, inverse, guess)
+        # inf - inf where x is infinite: the guess is exact there
+        value = tl.where(corrected == corrected, corrected, guess)
+    else:
+        value = tl.div_rn(x, root)
+    return value
 
 
 @triton.jit
@@ -60,7 +76,7 @@ def _silu_steps(g, ACT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexp
         grown = rounded(tl.exp(g * -1.0), COMPUTE, NATIVE)
         value = tl.div_rn(g, rounded(grown + 1.0, COMPUTE, NATIVE))
     else:
-        value = g * rounded(logistic(g), COMPUTE, NATIVE)
+        value = g * rounded(silu(g, "logistic", NATIVE), COMPUTE, NATIVE)
     return value
 
 
@@ -69,8 +85,7 @@ def _gelu(g, ACT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr):
     if ACT == "gelu_erf":
         step = tl.math.erf(rounded(g * _SQRT_HALF, COMPUTE, NATIVE))
     elif ACT == "gelu_erf_div":
-        by = tl.full(g.shape, _SQRT_TWO, tl.float32)
-        step = tl.math.erf(rounded(tl.div_rn(g, by), COMPUTE, NATIVE))
+        step = tl.math.erf(rounded(over_sqrt_two(g, NATIVE), COMPUTE, NATIVE))
     else:  # pow(g, 3) is the same product in torch
         cube = rounded(rounded(g * g, COMPUTE, NATIVE) * g, COMPUTE, NATIVE)
         weight = tl.full(g.shape, _CUBIC, tl.float32)
@@ -93,7 +108,7 @@ def activated(g, ACT: tl.constexpr, COMPUTE: tl.constexpr, NATIVE: tl.constexpr)
         else:
             value = _silu_steps(g, ACT, COMPUTE, NATIVE)
     elif ACT == "gelu_quick" or ACT == "gpt_oss":
-        inner = logistic(rounded(g * _QUICK, COMPUTE, NATIVE))
+        inner = silu(rounded(g * _QUICK, COMPUTE, NATIVE), "logistic", NATIVE)
         value = g * rounded(inner, COMPUTE, NATIVE)
     elif ACT == "relu" or ACT == "relu2":
         value = tl.where(g < 0.0, 0.0, g)  # NaN stays

@@ -231,6 +231,8 @@ def divided(
 def silu(gate, KIND: tl.constexpr, NATIVE: tl.constexpr):
     """SiLU in float32: ``g / (1 + exp(-g))`` (``KIND`` "div") or ``g * sigmoid(g)`` ("sigmoid").
 
+    ``KIND`` "logistic" is ``sigmoid(g)`` alone.
+
     On a GPU the exponential is ``exp2`` of one rounded product: relative to its own value it is off
     by about ``|g| * 2^-24``, the result by ``0.3 * 2^-24`` for positive gates and by as much as the
     exponential for negative ones. The quotient is exact up to its last bit: the denominator is a
@@ -259,5 +261,7 @@ def silu(gate, KIND: tl.constexpr, NATIVE: tl.constexpr):
         if KIND == "div":
             value = tl.div_rn(gate, grown + 1.0)
         else:
-            value = gate * tl.div_rn(1.0, grown + 1.0)
+            value = tl.div_rn(1.0, grown + 1.0)
+            if KIND == "sigmoid":
+                value = gate * value
     return value

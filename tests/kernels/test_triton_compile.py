@@ -162,7 +162,7 @@ def test_activation(compiled: Callable[..., list[Compiled]], tmp_path: Path) -> 
 def test_every_activation(
     compiled: Callable[..., list[Compiled]], tmp_path: Path, act: str
 ) -> None:
-    """With an up and without, each step rounded and not; nothing is called and nothing spilled."""
+    """With an up and without, each step rounded and not; nothing is spilled."""
     gate, up = rows(2048, 2 * 4096).chunk(2, -1)
     for form in (f"{act},bfloat16,bfloat16", f"{act},bfloat16,bfloat16,bfloat16"):
         for other in (up, None) if act != "gpt_oss" else (up,):
@@ -170,7 +170,10 @@ def test_every_activation(
                 args = (gate, other, scale, form, quant, False)
                 (kernel,) = compiled("activation", "act_mul_quant", *args)
                 found = kernel.instructions(tmp_path)
-                assert not {n for n in found if n.startswith(("STL", "LDL", "CALL"))}, found
+                assert not {n for n in found if n.startswith(("STL", "LDL"))}, found
+                # general divisions: the row's scale, and SiLU in steps of bf16
+                steps = act == "div" and form.count("bfloat16") == 3
+                assert steps or found["CALL.REL.NOINC"] <= 2, found
 
 
 def test_activation_of_few_rows_loads_first(

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from graphs import assert_same_bits, bits, codes, ordered, values, vector
 
 from fp8pass.errors import OptionError
@@ -252,16 +253,66 @@ def test_unknown_forms_raise(call: Any, bad: str) -> None:
         call(bad)
 
 
+# ---- activations ---------------------------------------------------------------------------------
+
+EXACT: dict[str, Any] = {
+    "div": F.silu,
+    "sigmoid": F.silu,
+    "gelu_erf": F.gelu,
+    "gelu_erf_div": F.gelu,
+    "gelu_tanh": lambda g: F.gelu(g, approximate="tanh"),
+    "gelu_tanh_pow": lambda g: F.gelu(g, approximate="tanh"),
+    "gelu_quick": lambda g: g * torch.sigmoid(1.702 * g),
+    "gpt_oss": lambda g: g.clamp(max=7) * torch.sigmoid(1.702 * g.clamp(max=7)),
+    "relu": F.relu,
+    "relu2": lambda g: F.relu(g) ** 2,
+}
+
+
+@pytest.mark.parametrize("compute", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("act", ActForm.ACTS)
+def test_act_mul_against_float64(act: str, compute: torch.dtype) -> None:
+    gate, up = values(40, 64), values(40, 64, seed=1)
+    form = str(ActForm(act, compute, torch.float32, compute))
+    # gates whose erf or tanh is close to -1 lose their bits in 1 + erf, in torch as well
+    gate = gate.clamp(min=-1.0)
+    want, factor = EXACT[act](gate.double()), up.double()
+    if act == "gpt_oss":
+        factor = factor.clamp(-7, 7) + 1
+    else:
+        got = ops.act_mul(gate, None, form).double()
+        bound = 1e-5 if compute == torch.float32 else 0.15
+        assert torch.all((got - want).abs() <= bound * want.abs() + 1e-7)
+    got = ops.act_mul(gate, up, form)
+    assert got.dtype == torch.float32 and got.is_contiguous()
+    bound = 2.0**-7 if compute == torch.float32 else 0.15
+    assert torch.all((got.double() - want * factor).abs() <= bound * (want * factor).abs() + 1e-6)
+
+
+def test_activations_refuse_what_they_do_not_know() -> None:
+    x = values(3, 8)
+    with pytest.raises(OptionError, match="without an up"):
+        ops.act_mul(x, None, "gpt_oss,bfloat16,bfloat16")
+    with pytest.raises(OptionError, match="not one of SiLU"):
+        ops.silu_mul(x, x, "relu,bfloat16,bfloat16")
+    with pytest.raises(OptionError, match="is written"):
+        ops.act_mul(x, x, "relu,bfloat16,bfloat16,float32")
+    with pytest.raises(OptionError, match="activation 'mish'"):
+        ops.act_mul(x, x, "mish,bfloat16,bfloat16")
+
+
 # ---- fused operators are their parts -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "silu_mul"])
+@pytest.mark.parametrize(
+    "name", ["rms_norm", "add_rms_norm", "layer_norm", "silu_mul", "act_mul"]
+)
 def test_fused_is_its_parts(name: str) -> None:
     fused = SPECS[f"{name}_quant"]
     for args in fused.inputs(torch.Generator().manual_seed(3)):
-        if name == "silu_mul":
+        if name in ("silu_mul", "act_mul"):
             gate, up, scale, form, quant_form, keep = args
-            parts: tuple[Any, ...] = (ops.silu_mul(gate, up, form),)
+            parts: tuple[Any, ...] = (getattr(ops, name)(gate, up, form),)
         elif name == "layer_norm":
             x, w, b, scale, eps, form, quant_form, keep = args
             parts = (ops.layer_norm(x, w, b, eps, form),)
