@@ -158,7 +158,7 @@ def mean_square(node: Any) -> MeanSquare | None:
     if mean == "sum_mul":
         right = type(width) is int and width > 0 and factor == 1.0 / width
     else:
-        right = factor == int(factor) and same(width, int(factor))
+        right = factor.is_integer() and same(width, int(factor))
     return _of_squares(summed, mean) if right else None
 
 
@@ -410,7 +410,8 @@ def _with_residual(found: NormMatch, inside: set[fx.Node]) -> NormMatch:
     if wide is not None:
         dtype = dtype_of(wide[0])
         others = [user for user in add.users if user not in inside]
-        if all(cast_to(user) == dtype for user in others):
+        # two casts that are both results of the graph must stay two tensors
+        if len(others) < 2 and all(cast_to(user) == dtype for user in others):
             form = replace(found.form, sum="float32")
             return replace(found, form=form, add=add, operands=wide, totals=tuple(others))
     dtypes = []

@@ -217,3 +217,43 @@ def test_forms_are_parsed_once(compilable: Callable[[str], ModuleType]) -> None:
     token = QuantForm.parse(TOKEN)
     assert host.quant_constants(TOKEN, False)["FACTOR"] == host.reciprocal(token.qmax)
     assert host.reciprocal(448.0) == float((1 / torch.tensor(448.0)).item())
+
+
+#: Each value of a norm's form that the tests above do not have, at least once.
+OTHER_FORMS = (
+    "sum_mul,rsqrt,x_first,bfloat16,eps=max",
+    "norm_div,recip_sqrt,root_first,bfloat16,eps=outside",
+    "mean,div_sqrt,root_first,bfloat16,eps=outside_max",
+    "mean,div_sqrt,x_first,bfloat16",
+)
+
+
+@pytest.mark.parametrize("form", OTHER_FORMS)
+def test_other_forms_of_a_norm(
+    compiled: Callable[..., list[Compiled]], tmp_path: Path, form: str
+) -> None:
+    rest = (vector(2048, BF16), None, 1e-6, form)
+    for quant, kernels in ((TOKEN, 1), (TENSOR, 2)):
+        made = compiled("norm", "rms_norm_quant", rows(512, 2048), *rest, quant, False)
+        assert len(made) == kernels
+        for kernel in made:
+            found = kernel.instructions(tmp_path)
+            spilled = sum(n for name, n in found.items() if name.startswith(("LDL", "STL")))
+            assert spilled == 0, (form, kernel.name)
+
+
+def test_sum_that_is_rounded_for_its_readers_only(
+    compiled: Callable[..., list[Compiled]], tmp_path: Path
+) -> None:
+    form = "mean,rsqrt,after_cast,bfloat16,sum=float32"
+    x, residual, w = rows(512, 2048), rows(512, 2048), vector(2048, BF16)
+    (kernel,) = compiled(
+        "norm", "add_rms_norm_quant", x, residual, w, None, 1e-6, form, TOKEN, False
+    )
+    found = kernel.instructions(tmp_path)
+    assert sum(n for name, n in found.items() if name.startswith(("LDL", "STL"))) == 0
+    # with a scale per tensor the sum is made beforehand, in float32
+    assert (
+        len(compiled("norm", "add_rms_norm_quant", x, residual, w, None, 1e-6, form, TENSOR, 0))
+        == 2
+    )

@@ -325,3 +325,28 @@ def test_wide_sum_that_is_read_in_float32(other) -> None:  # type: ignore[no-unt
     passed = Passed(trace(fn, *inputs), strict=True)
     assert passed.fusions == 1
     assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
+
+
+def test_two_rounded_sums_stay_two_tensors() -> None:
+    def fn(x: torch.Tensor, r: torch.Tensor, w: torch.Tensor, s: torch.Tensor):  # type: ignore[no-untyped-def]
+        h = x.float() + r.float()
+        y = (h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+        return (*static(y * w, s), h.to(x.dtype), h.to(x.dtype))
+
+    inputs = (values(6, 64), values(6, 64, seed=2), vector(64), S)
+    passed = Passed(trace(fn, *inputs), strict=True)
+    assert passed.fusions == 1
+    *_, first, second = passed.after.graph.output_node().all_input_nodes
+    assert first is not second
+    assert_same_bits(run(passed.fused, *inputs), run(passed.before, *inputs))
+
+
+@pytest.mark.parametrize("width", [float("inf"), float("nan"), 64.5])
+def test_a_width_that_is_no_number_of_values(width: float) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        h = x.float()
+        mean = h.pow(2).sum(-1, keepdim=True) / width
+        return static(w * (h * torch.rsqrt(mean + 1e-6)).to(x.dtype), s)
+
+    passed = Passed(trace(fn, values(6, 64), vector(64), S), strict=True)
+    assert passed.fusions == 0 and passed.sites("quantize")[0].code == "FP8-R003"
