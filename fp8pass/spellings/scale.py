@@ -1,7 +1,7 @@
 """Reads how a quantise computes its scale: the largest ``|x|``, its bounds, the expression.
 
-    x ─ abs ─ amax ─ [cast] ─ [bounds] ─ / 448 ─ [floor] ─ [2^ceil(log2)] ─ [cast f32]     scale
-                                       └ 448 / ─ [cast f32] ─ [2^floor(log2)]              r = 1/scale
+    x ─ abs ─ amax ─ [cast] ─ [bounds] ─ / 448 ─ [floor] ─ [2^ceil(log2)] ─ [cast f32]   scale
+                                       └ 448 / ─ [cast f32] ─ [2^floor(log2)]            r = 1/scale
 
 All arithmetic between the first and the last cast has one dtype, ``scale_dtype``: a scale computed
 in bf16 or float64 is another form than one computed in float32. Anything else gives None.
@@ -41,13 +41,15 @@ _SCALE_DTYPES = (torch.float32, torch.float64, *_NARROW)
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """A scale computed from ``source``, the tensor whose absolute values are reduced.
+    """A scale computed from ``source``, below views and lossless casts.
 
-    ``granularity`` is that of the reduction: ``tensor``, or ``token`` over the last dim. The other
-    fields are those of :class:`fp8pass.ops.forms.QuantForm`.
+    ``over`` is the reshaped ``source`` that is reduced, ``granularity`` that of the reduction:
+    ``tensor``, or ``token`` over the last dim. The other fields are those of
+    :class:`fp8pass.ops.forms.QuantForm`.
     """
 
     source: fx.Node
+    over: fx.Node
     granularity: str
     scale: str
     qmax: float
@@ -78,10 +80,6 @@ def _bounds(node: Any) -> tuple[Any, float, float] | None:
         inner = node.args[0] if value is not None else None
         if value is None:
             found = commuted(node, (other,), scalar)
-            if found is None and is_call(node, other) and len(node.args) == 2:
-                found = next(
-                    ((0.0, b) for a, b in (node.args, node.args[::-1]) if scalar(a) == 0.0), None
-                )
             if found is None or not isinstance(found[1], fx.Node):
                 continue
             value, inner = found
@@ -180,17 +178,17 @@ _MAX = (aten.max.dim, aten.amax.default, aten.max.default)
 _MIN = (aten.min.dim, aten.amin.default, aten.min.default)
 
 
-def _amax(node: Any) -> tuple[fx.Node, str, bool] | None:
-    """``(x, granularity, signed zero)`` for the largest ``|x|``.
+def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
+    """``(x, reduced, granularity, signed zero)`` for the largest ``|x|``.
 
     ``max(max(x), -min(x))`` may be -0.0 where the maximum of absolute values is 0.0.
     """
     found = _reduced(node, _MAX)
     if found is not None:
-        magnitude = peel_widening(found[0])
+        magnitude = peel(found[0])
         if not is_call(magnitude, aten.abs.default):
             return None
-        return magnitude.args[0], found[1], False
+        return peel(magnitude.args[0]), found[0], found[1], False
     if not is_call(node, aten.maximum.default):
         return None
     for a, b in (node.args, node.args[::-1]):
@@ -202,7 +200,7 @@ def _amax(node: Any) -> tuple[fx.Node, str, bool] | None:
             continue
         high, low = _reduced(a, _MAX), _reduced(b, _MIN)
         if high is not None and high == low:
-            return high[0], high[1], True
+            return peel(high[0]), high[0], high[1], True
     return None
 
 
@@ -240,12 +238,12 @@ def _from_amax(
     found_amax = _amax(_to_scale_dtype(node, dtype))
     if found_amax is None or not hi > 0:
         return None
-    source, granularity, signed = found_amax
+    source, over, granularity, signed = found_amax
     if signed and not floor[1] > 0:
         return None
     if not isinstance(source, fx.Node):
         return None
-    return Scale(source, granularity, how, qmax, *floor, dtype, hi, power)
+    return Scale(source, over, granularity, how, qmax, *floor, dtype, hi, power)
 
 
 def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
@@ -291,9 +289,7 @@ def dequant_scale(node: Any) -> Scale | None:
     return _from_amax(constant[1], how, constant[0], dtype, floor, power)
 
 
-def _constant(
-    node: Any, ops: tuple[Any, ...], dtype: torch.dtype
-) -> tuple[float, Any] | None:
+def _constant(node: Any, ops: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, Any] | None:
     """``(number, inner)`` of ``inner / number`` or ``inner * number`` computed in ``dtype``."""
     if dtype_of(node) != dtype:
         return None
@@ -324,9 +320,7 @@ def inverse_scale(node: Any) -> Scale | None:
     constant = _constant(node, MUL, dtype)
     if constant is None or not is_call(constant[1], aten.reciprocal.default):
         return None  # a true division of a constant tensor rounds once less
-    return _from_amax(
-        constant[1].args[0], "inverse", constant[0], dtype, ("none", 0.0), power
-    )
+    return _from_amax(constant[1].args[0], "inverse", constant[0], dtype, ("none", 0.0), power)
 
 
 def reciprocal_of(node: Any) -> fx.Node | None:
