@@ -314,7 +314,7 @@ def group_deepseek(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
 
 
 def group_power(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    parts = y.reshape(*y.shape[:-1], -1, G)
+    parts = y.reshape(*y.shape[:-1], y.shape[-1] // G, G)
     scale = parts.float().abs().amax(-1).clamp(min=1e-4) / 448
     scale = torch.pow(2.0, torch.ceil(torch.log2(scale)))
     return saturated(parts.float() / scale[..., None]).view(y.shape), scale
@@ -355,6 +355,7 @@ def _static_as(dtype: torch.dtype) -> Quant:
 
 _E4 = "float8_e4m3fn,"
 _END = "div,-448.0,448.0"
+_LOW = float(torch.tensor(1e-4))  # a tensor of float32 holds another number
 
 #: name -> (function, form)
 MORE_QUANTS: dict[str, tuple[Quant, str]] = {
@@ -368,8 +369,8 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
         f"{_E4}token,float32,div,448.0,amax_add,0.0001,{_END}",
     ),
     "floor_by_maximum": (
-        _token(lambda a: torch.maximum(a, torch.tensor(1e-4)) / 448),
-        f"{_E4}token,float32,div,448.0,amax,0.0001,{_END}",
+        _token(lambda a: torch.maximum(a, torch.full((), 1e-4)) / 448),
+        f"{_E4}token,float32,div,448.0,amax,{_LOW},{_END}",
     ),
     "upper_bound": (
         _token(lambda a: (a.clamp(max=3.0) / 448).clamp(min=1e-6)),

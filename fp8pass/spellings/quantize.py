@@ -358,7 +358,7 @@ def _given(scale: fx.Node, form: QuantForm, value: torch.Tensor | None) -> fx.No
             and held.dim() == len(wanted)
             and all(same(a, b) for a, b in zip(held.shape, wanted, strict=True))
         ):
-            return node  # type: ignore[no-any-return]
+            return node
         if not is_call(node, *VIEWS):
             return None
         node = node.args[0]
@@ -370,8 +370,8 @@ def _dequant_of(factor: Any) -> fx.Node | None:
         if is_call(user, aten.reciprocal.default):
             for other in user.users:
                 if reciprocal_of(other) is factor:  # 1.0 * (1 / r)
-                    return other  # type: ignore[no-any-return]
-            return user  # type: ignore[no-any-return]
+                    return other
+            return user
     return None
 
 

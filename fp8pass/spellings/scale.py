@@ -253,7 +253,7 @@ def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
     if cast_to(node) == torch.float32:
         node = peel_views(node.args[0])
     dtype = dtype_of(node)
-    return (node, dtype) if dtype in _SCALE_DTYPES else None  # type: ignore[return-value]
+    return (node, dtype) if dtype in _SCALE_DTYPES else None
 
 
 def dequant_scale(node: Any) -> Scale | None:
