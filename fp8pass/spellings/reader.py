@@ -12,6 +12,7 @@ Operators of ``fp8pass::`` that the model emitted itself are taken as they are.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -86,6 +87,8 @@ class Reader:
         self.drafts: dict[fx.Node, Draft] = {}
         #: casts to fp8 and scaled products that were not read: (kind, node, reason)
         self.unread: list[tuple[str, fx.Node, Verdict]] = []
+        #: scales that were computed -> what took their uses
+        self._scales: dict[fx.Node, fx.Node] = {}
 
     # ---- the three passes --------------------------------------------------------------------
 
@@ -113,7 +116,11 @@ class Reader:
                     )
 
     def read_quantises(self) -> None:
-        """Casts to fp8."""
+        """Casts to fp8 and int8: all are matched before the first one is put in.
+
+        The scale of one may be a step on the way to the scale of another, ``s`` and ``s + eps``.
+        """
+        matches = []
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.quantize.default):
                 self._take_native(node)
@@ -122,7 +129,9 @@ class Reader:
                 if isinstance(found, Verdict):
                     self.unread.append(("quantize", node, found))
                 else:
-                    self._put_quantise(found)
+                    matches.append(found)
+        for match in matches:
+            self._put_quantise(match)
 
     def read_products(self) -> None:
         """Scaled products."""
@@ -214,6 +223,10 @@ class Reader:
         draft.swaps += [self.bench.swap(root, y), self.bench.swap(add, total)]
 
     def _put_quantise(self, found: QuantMatch) -> None:
+        now = self._scales.get
+        found = replace(found, x=now(found.x, found.x))
+        if found.form.static:
+            found = replace(found, scale=now(found.scale, found.scale))
         base, views = _look_through(found)
         form = str(found.form)
         scale = found.scale if found.form.static else None
@@ -243,6 +256,8 @@ class Reader:
             draft.swaps.append(
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], 1, None)
             )
+        if scale is None:
+            self._scales.setdefault(found.scale, draft.swaps[-1].new)
 
     def _quantise_value(
         self, found: QuantMatch, base: fx.Node, viewed: bool

@@ -1,4 +1,4 @@
-"""Near-misses of quantises: each beside the control that is read; none is taken for its neighbour."""
+"""Near-misses of quantises, each beside its control: none is taken for its neighbour."""
 
 from __future__ import annotations
 
