@@ -1,10 +1,13 @@
-"""Reads a quantise to fp8 as decomposed torch writes it.
+"""Reads a quantise to fp8 or int8 as decomposed torch writes it.
 
-    x ─ [f32] ─┬───────────────────────────── div ─ clamp ─ cast fp8      codes
-               └─ abs ─ amax ─ / 448 ─ clamp ─┴──────────────────────     dequant scale
+    x ─ [f32] ─┬───────────────────── div ─ [round] ─ clamp ─ cast        codes
+               └─ abs ─ amax ─ ... ───┴─────────────────────────────     dequant scale
 
-The anchor is the cast to fp8; the reader climbs from it. If the scale is not an amax of the same x
-it is *given* (static): any one-element float32 tensor, wherever it comes from.
+The anchor is the cast to fp8, or the cast of a rounded number to int8; the reader climbs from it.
+How the scale is computed is read in :mod:`fp8pass.spellings.scale`. A scale that is not computed
+from the same x is *given* (static): one element, one for each row, or one for each group. Groups
+are spelled by splitting the last dim, ``[..., H]`` to ``[..., H / n, n]``; the split is part of the
+quantise.
 """
 
 from __future__ import annotations
@@ -18,9 +21,17 @@ from torch import fx
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
+from fp8pass.spellings.scale import (
+    Scale,
+    bound,
+    dequant_scale,
+    inverse_scale,
+    peel,
+    reciprocal_of,
+)
 from fp8pass.spellings.walk import (
-    DIV,
-    MUL,
+    ADD,
+    VIEWS,
     argument,
     aten,
     cast_to,
@@ -28,37 +39,34 @@ from fp8pass.spellings.walk import (
     contiguous,
     dtype_of,
     is_call,
-    is_last_dim,
-    item,
     one_element,
     peel_views,
     peel_widening,
+    same,
     same_shape,
     scalar,
     tensor,
 )
 
+#: How far the climb goes that looks for x among the ancestors of a scale.
+_FAR = 200
+_ROUND = (aten.round.default,)
+
 
 @dataclass(frozen=True, slots=True)
 class QuantMatch:
-    """One quantise: ``root`` is the node of the codes, ``scale`` the node of the dequant scale."""
+    """One quantise: ``root`` is the node of the codes, ``scale`` the node of the dequant scale.
+
+    ``split`` is the view of ``x`` that splits its last dim into groups, None without groups;
+    ``codes_split`` whether the codes have the shape of the split.
+    """
 
     root: fx.Node
     x: fx.Node
     scale: fx.Node
     form: QuantForm
-
-
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A dequant scale computed from ``source``."""
-
-    source: fx.Node
-    granularity: str
-    scale: str
-    qmax: float
-    floor: str
-    floor_value: float
+    split: fx.Node | None = None
+    codes_split: bool = False
 
 
 def is_fp8_cast(node: Any) -> bool:
@@ -66,8 +74,27 @@ def is_fp8_cast(node: Any) -> bool:
     return cast_to(node) in FP8_DTYPES and dtype_of(node.args[0]) not in FP8_DTYPES
 
 
-def _bound(node: Any, op: Any) -> float | None:
-    return scalar(node.args[1]) if is_call(node, op) and len(node.args) == 2 else None
+def is_int8_cast(node: Any) -> bool:
+    """Whether ``node`` casts a rounded number to int8: the anchor of a quantise to int8."""
+    if cast_to(node) != torch.int8:
+        return False
+    inner = node.args[0]
+    for _ in range(6):  # a clamp of two sides, a zero point, a cast of each kind
+        inner = peel_views(inner)
+        if is_call(inner, *_ROUND):
+            return dtype_of(inner) in MODEL_DTYPES
+        if not is_call(inner, *_CLAMPS, *ADD, aten.sub.Tensor) and cast_to(inner) is None:
+            return False
+        inner = inner.args[0]
+    return False
+
+
+def is_quantise_cast(node: Any) -> bool:
+    """The anchor of :func:`match_quantize`."""
+    return is_fp8_cast(node) or is_int8_cast(node)
+
+
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
 def _clamped(node: Any) -> tuple[Any, float, float] | None:
@@ -75,20 +102,22 @@ def _clamped(node: Any) -> tuple[Any, float, float] | None:
     if is_call(node, aten.clamp.default):
         lo, hi = (scalar(argument(node, i, name)) for i, name in ((1, "min"), (2, "max")))
         return None if lo is None or hi is None else (node.args[0], lo, hi)
-    hi = _bound(node, aten.clamp_max.default)
+    hi = bound(node, aten.clamp_max.default)
     if hi is not None:
-        lo = _bound(node.args[0], aten.clamp_min.default)
+        lo = bound(node.args[0], aten.clamp_min.default)
         return None if lo is None else (node.args[0].args[0], lo, hi)
-    lo = _bound(node, aten.clamp_min.default)
+    lo = bound(node, aten.clamp_min.default)
     if lo is not None:
-        hi = _bound(node.args[0], aten.clamp_max.default)
+        hi = bound(node.args[0], aten.clamp_max.default)
         return None if hi is None else (node.args[0].args[0], lo, hi)
     return None
 
 
 def _unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
     """The value that a saturating cast quantises, with its bounds."""
-    inner: Any = cast.args[0]
+    inner: Any = peel_views(cast.args[0])
+    if dtype_of(cast) == torch.int8:
+        return _unrounded(inner)
     found = _clamped(inner)
     if found is None and cast_to(inner) in (torch.bfloat16, torch.float16):
         # a clamp on a narrow dtype is written up-cast, clamp, down-cast; the down-cast is exact
@@ -102,86 +131,106 @@ def _unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
     return found
 
 
-def _amax(node: Any) -> tuple[fx.Node, str] | None:
-    """``(x, granularity)`` for ``amax(|x|)`` over everything, or over the last dim."""
-    maximum = item(node, 0)
-    if is_call(maximum, aten.max.dim):
-        reduced, dims, keep = maximum, maximum.args[1], argument(maximum, 2, "keepdim", False)
-    elif is_call(node, aten.amax.default):
-        reduced, dims = node, argument(node, 1, "dim", [])
-        keep = argument(node, 2, "keepdim", False)
-    elif is_call(node, aten.max.default) and len(node.args) == 1:
-        reduced, dims, keep = node, [], False
-    else:
-        return None
-    magnitude = peel_widening(reduced.args[0])
-    if not is_call(magnitude, aten.abs.default):
-        return None
-    source, value = magnitude.args[0], tensor(reduced.args[0])
-    if not isinstance(source, fx.Node) or value is None:
-        return None
-    rank, dims = value.dim(), _list(dims)
-    everything = not dims or rank == 0 or len({d % rank for d in dims}) == rank
-    if everything and (rank != 1 or not keep):
-        return source, "tensor"
-    if is_last_dim(reduced.args[0], dims) and keep is True:
-        return source, "token"
-    return None
+def _unrounded(node: Any) -> tuple[Any, float, float] | None:
+    """:func:`_unclamped` for int8: rounded and clamped, in either order.
 
-
-def _list(dims: Any) -> list[int]:
-    return list(dims) if isinstance(dims, (list, tuple)) else [dims]
-
-
-def _dynamic_scale(node: Any) -> _Scale | None:
-    """A dequant scale ``max(amax(|x|) / qmax, floor)`` in one of the recorded forms."""
-    node = peel_widening(node)
-    floor, floor_value = "none", 0.0
-    lower = _bound(node, aten.clamp_min.default)
-    if lower is not None:
-        floor, floor_value, node = "scale", lower, node.args[0]
-    if is_call(node, *DIV) and len(node.args) == 2 and not node.kwargs:
-        constant, how, inner = scalar(node.args[1]), "div", node.args[0]
-    else:
-        found = commuted(node, MUL, scalar)
-        if found is None:
+    With whole bounds the order makes no difference, since rounding is monotone.
+    """
+    if is_call(node, *_ROUND):
+        found = _clamped(peel_views(node.args[0]))
+        if found is None or found[1] % 1 or found[2] % 1:
             return None
-        constant, how, inner = found[0], "mul", found[1]
-    if constant is None or constant <= 0 or dtype_of(node) != torch.float32:
+        return found
+    found = _clamped(node)
+    inner = None if found is None else peel_views(found[0])
+    if found is None or not is_call(inner, *_ROUND):
         return None
-    inner = peel_widening(inner)
-    lower = _bound(inner, aten.clamp_min.default)
-    if lower is not None:
-        if floor != "none" or dtype_of(inner) != torch.float32:
-            return None  # two floors, or one rounded to a narrow dtype, are not a known form
-        floor, floor_value, inner = "amax", lower, peel_widening(inner.args[0])
-    found_amax = _amax(inner)
-    if found_amax is None:
-        return None
-    return _Scale(found_amax[0], found_amax[1], how, constant, floor, floor_value)
-
-
-def _reciprocal_of(node: Any) -> fx.Node | None:
-    """s for ``1 / s`` in any spelling."""
-    one = commuted(node, MUL, lambda a: scalar(a) == 1.0)
-    if one is not None:
-        return _reciprocal_of(one[1])
-    if is_call(node, aten.reciprocal.default) and isinstance(node.args[0], fx.Node):
-        return node.args[0]
-    return None
+    return inner.args[0], found[1], found[2]
 
 
 def _applied(node: Any) -> tuple[fx.Node, fx.Node, str] | None:
-    """``(x, scale, apply form)`` for ``x / scale`` or ``x * (1 / scale)``."""
+    """``(x, scale, apply form)`` for ``x / scale``, ``x * (1 / scale)`` or ``x * r``."""
     if is_call(node, aten.div.Tensor) and len(node.args) == 2 and not node.kwargs:
         x, scale = node.args
         if isinstance(x, fx.Node) and isinstance(scale, fx.Node):
             return x, scale, "div"
         return None
-    found = commuted(node, (aten.mul.Tensor,), _reciprocal_of)
+    found = commuted(node, (aten.mul.Tensor,), lambda a: _through_views(a, reciprocal_of))
     if found is not None and isinstance(found[1], fx.Node):
         return found[1], found[0], "mul_recip"
+    found = commuted(node, (aten.mul.Tensor,), lambda a: a if inverse_scale(a) else None)
+    if found is not None and isinstance(found[1], fx.Node):
+        return found[1], found[0], "mul_inverse"
     return None
+
+
+def _through_views(node: Any, wanted: Any) -> Any:
+    """``wanted`` of a node below views: ``(1 / s)[..., None]``; only if no view changes a shape."""
+    found = wanted(node)
+    if found is not None or not is_call(node, *VIEWS):
+        return found
+    return None if wanted(peel_views(node)) is None else _Viewed(node, wanted(peel_views(node)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Viewed:
+    """A scale whose reciprocal is reshaped: ``view`` has the shape in which it is applied."""
+
+    view: fx.Node
+    scale: fx.Node
+
+
+def _split_of(x: Any) -> tuple[fx.Node, int] | None:
+    """``(base, n)`` if ``x`` is a view of ``base [..., H]`` as ``[..., H / n, n]``."""
+    if not is_call(x, aten.view.default, aten.reshape.default, aten._unsafe_view.default):
+        return None
+    base = peel_widening(x.args[0])
+    before, after = tensor(base), tensor(x)
+    if before is None or after is None or before.dim() == 0 or after.dim() < 2:
+        return None
+    if after.dim() < 3 and before.dim() > 1:
+        return None  # rows of n values: a quantise per token of another matrix
+    width, count, size = before.shape[-1], after.shape[-2], after.shape[-1]
+    if not (type(width) is int and type(count) is int and type(size) is int):
+        return None
+    if count < 2 or size < 1 or count * size != width or not isinstance(x.args[1], (list, tuple)):
+        return None
+    return base, size
+
+
+def _depends(scale: fx.Node, x: fx.Node) -> bool:
+    """Whether ``scale`` is (or may be) computed from ``x``."""
+    seen, stack = {scale}, [scale]
+    while stack:
+        node = stack.pop()
+        if node is x:
+            return True
+        if len(seen) > _FAR:
+            return True
+        for source in node.all_input_nodes:
+            if source not in seen and source.op == "call_function":
+                seen.add(source)
+                stack.append(source)
+        if x in node.all_input_nodes:
+            return True
+    return False
+
+
+def _rows_of(scale: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether ``scale [..., 1]`` has one number for each row of ``value``."""
+    return (
+        scale.dim() == value.dim()
+        and value.dim() > 0
+        and same(scale.shape[-1], 1)
+        and all(same(a, b) for a, b in zip(scale.shape[:-1], value.shape[:-1], strict=True))
+    )
+
+
+def _limits(dtype: torch.dtype, lo: float, hi: float) -> bool:
+    """Whether a clamp to [lo, hi] is one of codes of ``dtype``."""
+    if dtype == torch.int8:
+        return hi == 127.0 and lo in (-127.0, -128.0)
+    return lo == -hi and hi <= float(torch.finfo(dtype).max)
 
 
 def _read(root: fx.Node) -> QuantMatch | str:
@@ -189,69 +238,150 @@ def _read(root: fx.Node) -> QuantMatch | str:
     dtype = cast_to(root)
     assert dtype is not None
     clamp = _unclamped(root)
+    if clamp is None and dtype == torch.int8:
+        return "the number is not x / scale, rounded and clamped (a zero point is not read)"
     if clamp is None:
         return "there is no clamp before it, so an overflow differs between versions of torch"
     quotient, lo, hi = clamp
+    quotient = peel_views(quotient)
     applied = _applied(quotient)
     if applied is None:
-        return "the clamped value is neither x / scale nor x * (1 / scale)"
-    scaled, scale, how = applied
+        return (
+            "the clamped value is neither x / scale nor x * (1 / scale), nor x times the inverse "
+            "of a scale that is computed from x"
+        )
+    scaled, used, how = applied
+    shaped = used.view if isinstance(used, _Viewed) else used
+    scale = used.scale if isinstance(used, _Viewed) else used
     compute = dtype_of(quotient)
     x = peel_widening(scaled)
-    value = tensor(x)
+    value, divided = tensor(x), tensor(quotient)
     if value is None or value.dtype not in MODEL_DTYPES or compute not in MODEL_DTYPES:
         return f"it quantises {dtype_of(x)} values, computed in {compute}"
     assert compute is not None
     scale_value, result = tensor(scale), tensor(root)
-    if scale_value is None or scale_value.dtype != torch.float32:
+    shape_value = tensor(shaped)
+    if scale_value is None or shape_value is None or scale_value.dtype != torch.float32:
         return f"its scale is {dtype_of(scale)}, not float32"
-    if compute != torch.float32 and (scale_value.dim() != 0 or compute != value.dtype):
+    if compute != torch.float32 and (shape_value.dim() != 0 or compute != value.dtype):
         return f"it divides in {compute}"
-    if result is None or not same_shape(result, value) or not contiguous(result):
+    if result is None or divided is None or not same_shape(divided, value):
         return "its result is broadcast or not contiguous"
-    if lo != -hi or hi > float(torch.finfo(dtype).max):
+    if not contiguous(result):
+        return "its result is broadcast or not contiguous"
+    if not _limits(dtype, lo, hi):
         return f"it clamps to [{lo}, {hi}]"
-    known = _dynamic_scale(peel_views(scale))
-    if known is not None and peel_widening(known.source) is x:
+    split, codes_split = None, False
+    grouped = _split_of(x)
+    if grouped is not None and not one_element(shape_value):
+        split, x = x, grouped[0]
+        codes_split = same_shape(result, value)
+        base_value = tensor(x)
+        if not codes_split and (base_value is None or not same_shape(result, base_value)):
+            return "its codes are reshaped before the cast"
+    elif not same_shape(result, value):
+        return "its result is broadcast or not contiguous"
+    granularity = "token" if split is None or grouped is None else f"group{grouped[1]}"
+    known = inverse_scale(scale) if how == "mul_inverse" else dequant_scale(scale)
+    if known is not None and known.source is peel(x):
         if compute != torch.float32:
             return f"a dynamic quantise that divides in {compute}"
         if known.granularity == "token":
-            known_value = tensor(peel_views(scale))
-            if known_value is None or not same_shape(known_value, scale_value):
+            over = tensor(known.over)
+            if over is None or not same_shape(over, value) or not _rows_of(shape_value, value):
                 return "its per-token scale is reshaped before it is used"
-        form = QuantForm(
-            dtype,
-            known.granularity,
-            compute,
-            known.scale,
-            known.qmax,
-            known.floor,
-            known.floor_value,
-            how,
-            lo,
-            hi,
-        )
-        return QuantMatch(root, x, _scale_root(scale), form)
-    if not one_element(scale_value):
-        return f"its scale of shape {tuple(scale_value.shape)} is not computed in a known way"
-    form = QuantForm(dtype, "tensor", compute, "given", hi, "none", 0.0, how, lo, hi)
-    return QuantMatch(root, x, scale, form)
+        elif not one_element(shape_value):
+            return "its scale is not one number"
+        if known.granularity == "token":
+            form = _form(dtype, granularity, compute, known, how, lo, hi)
+        else:
+            form = _form(dtype, "tensor", compute, known, how, lo, hi)
+        made = peel_views(scale)
+        if how == "mul_inverse":
+            made = _dequant_of(made)
+            if made is None:
+                return "its scale is an inverse one whose reciprocal nothing computes"
+        return QuantMatch(root, x, made, form, split, codes_split)
+    if how == "mul_inverse":
+        return "it is multiplied by an inverse scale of another tensor"
+    if one_element(shape_value):
+        form = QuantForm(dtype, "tensor", compute, "given", hi, "none", 0.0, how, lo, hi)
+        return QuantMatch(root, x, shaped if how == "div" else scale, form, split, codes_split)
+    if not _rows_of(shape_value, value) or compute != torch.float32:
+        return f"its scale of shape {tuple(shape_value.shape)} is not computed in a known way"
+    if _depends(scale, peel(x)):
+        return f"its scale of shape {tuple(shape_value.shape)} is not computed in a known way"
+    wanted = tensor(x) if split is not None else value
+    form = QuantForm(dtype, granularity, compute, "given", hi, "none", 0.0, how, lo, hi)
+    given = _given(scale, form, wanted)
+    if given is None:
+        return f"its given scale is not {form.granularity} scales of the shape that they have"
+    return QuantMatch(root, x, given, form, split, codes_split)
 
 
-def _scale_root(scale: fx.Node) -> fx.Node:
-    """The node whose value is the scale: below the views that only add dims to it."""
-    root = peel_views(scale)
-    assert isinstance(root, fx.Node)
-    return root
+def _form(
+    dtype: torch.dtype,
+    granularity: str,
+    compute: torch.dtype,
+    known: Scale,
+    how: str,
+    lo: float,
+    hi: float,
+) -> QuantForm:
+    return QuantForm(
+        dtype,
+        granularity,
+        compute,
+        known.scale,
+        known.qmax,
+        known.floor,
+        known.floor_value,
+        how,
+        lo,
+        hi,
+        scale_dtype=known.scale_dtype,
+        ceiling=known.ceiling,
+        power=known.power,
+    )
+
+
+def _given(scale: fx.Node, form: QuantForm, value: torch.Tensor | None) -> fx.Node | None:
+    """The node below views that has the shape of a given scale of ``form``, else None."""
+    if value is None:
+        return None
+    wanted = form.scale_shape(tuple(value.shape))
+    node: Any = scale
+    while True:
+        held = tensor(node)
+        if (
+            held is not None
+            and held.dim() == len(wanted)
+            and all(same(a, b) for a, b in zip(held.shape, wanted, strict=True))
+        ):
+            return node
+        if not is_call(node, *VIEWS):
+            return None
+        node = node.args[0]
+
+
+def _dequant_of(factor: Any) -> fx.Node | None:
+    """The node of ``1 / r``, None if the graph does not compute it."""
+    for user in factor.users:
+        if is_call(user, aten.reciprocal.default):
+            for other in user.users:
+                if reciprocal_of(other) is factor:  # 1.0 * (1 / r)
+                    return other
+            return user
+    return None
 
 
 def match_quantize(root: fx.Node) -> QuantMatch | Verdict:
-    """Read the quantise whose codes are ``root`` (:func:`is_fp8_cast`), or say why not (FP8-R001).
+    """Read the quantise that ends in ``root`` (:func:`is_quantise_cast`), or why not (FP8-R001).
 
     Not read, because their numbers are not those of a known form: no clamp before the cast (an
     overflow differs between versions of torch), a scale that is not float32, a scale with several
-    elements that is not the amax of the rows, a clamp that is not symmetric or reaches past the
-    largest code.
+    elements that is computed from x in an unknown way, a clamp that is not symmetric or reaches
+    past the largest code, a zero point.
     """
     found = _read(root)
     if isinstance(found, str):

@@ -12,6 +12,7 @@ Operators of ``fp8pass::`` that the model emitted itself are taken as they are.
 from __future__ import annotations
 
 import operator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm_reasons import unread_norm
-from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
+from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast, match_quantize
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings
 from fp8pass.spellings.walk import (
     VIEWS,
@@ -48,23 +49,23 @@ _PRODUCERS = frozenset(op for op, spec in GENERIC.items() if spec.kind in ("norm
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
-    """The nodes that make a graph an FP8 graph: casts to fp8, scaled products, our operators."""
+    """What makes a graph an FP8 graph: quantising casts, scaled products, our operators."""
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and (
-            is_fp8_cast(node) or is_scaled_mm(node) or _is_ours(node)
+            is_quantise_cast(node) or is_scaled_mm(node) or _is_ours(node)
         ):
             found.append(node)
     return found
 
 
 def touches_fp8(graph: fx.Graph) -> bool:
-    """Whether any value of the graph is fp8, or an operator of fp8pass is called."""
+    """Whether any value of the graph is fp8, or quantised to int8, or one of ours is called."""
     for node in graph.nodes:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node):
+        if _is_ours(node) or is_int8_cast(node):
             return True
     return False
 
@@ -82,6 +83,8 @@ class Reader:
         self.drafts: dict[fx.Node, Draft] = {}
         #: casts to fp8 and scaled products that were not read: (kind, node, reason)
         self.unread: list[tuple[str, fx.Node, Verdict]] = []
+        #: scales that were computed -> what took their uses
+        self._scales: dict[fx.Node, fx.Node] = {}
 
     # ---- the three passes --------------------------------------------------------------------
 
@@ -101,16 +104,22 @@ class Reader:
                     break
 
     def read_quantises(self) -> None:
-        """Casts to fp8."""
+        """Casts to fp8 and int8: all are matched before the first one is put in.
+
+        The scale of one may be a step on the way to the scale of another, ``s`` and ``s + eps``.
+        """
+        matches = []
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.quantize.default):
                 self._take_native(node)
-            elif node.op == "call_function" and is_fp8_cast(node):
+            elif node.op == "call_function" and is_quantise_cast(node):
                 found = match_quantize(node)
                 if isinstance(found, Verdict):
                     self.unread.append(("quantize", node, found))
                 else:
-                    self._put_quantise(self._with_producer(node, found))
+                    matches.append(self._with_producer(node, found))
+        for match in matches:
+            self._put_quantise(match)
 
     def read_products(self) -> None:
         """Scaled products."""
@@ -208,6 +217,10 @@ class Reader:
         return None
 
     def _put_quantise(self, found: QuantMatch) -> None:
+        now = self._scales.get
+        found = replace(found, x=now(found.x, found.x))
+        if found.form.static:
+            found = replace(found, scale=now(found.scale, found.scale))
         base, views = _look_through(found)
         form = str(found.form)
         scale = found.scale if found.form.static else None
@@ -226,12 +239,19 @@ class Reader:
         mixed = _mixed_rows(found) if base is found.x else None
         if mixed is not None:
             draft.refuse("", mixed)
-        draft.swaps.append(self._swap_viewed(found.root, q, views, last_dim=None))
-        if scale is None:
+        split, group = found.split, found.form.group
+        seen = views if split is None or found.codes_split else views[1:]
+        draft.swaps.append(self._swap_viewed(found.root, q, seen, None, None))
+        if scale is None and group is not None:
+            count = val(base).shape[-1] // group
+            draft.swaps.append(self._swap_viewed(found.scale, scale_out, views, count, split))
+        elif scale is None:
             per_token = found.form.granularity == "token"
             draft.swaps.append(
-                self._swap_viewed(found.scale, scale_out, views if per_token else [], last_dim=1)
+                self._swap_viewed(found.scale, scale_out, views if per_token else [], 1, None)
             )
+        if scale is None:
+            self._scales.setdefault(found.scale, draft.swaps[-1].new)
 
     def _with_producer(self, cast: fx.Node, found: QuantMatch) -> QuantMatch:
         """``found`` after its source was read, if that is something read only where quantised."""
@@ -256,16 +276,24 @@ class Reader:
             codes = self.bench.fresh(x, x.shape, codes.dtype)
         if found.form.static:
             return codes, self.bench.fresh(x, (0,), torch.float32)
-        if found.form.granularity == "tensor":
-            return codes, scale if scale.dim() == 0 else self.bench.fresh(x, (), torch.float32)
-        if viewed:
-            scale = self.bench.fresh(x, (*x.shape[:-1], 1), torch.float32)
-        return codes, scale
+        shape = found.form.scale_shape(tuple(x.shape))
+        if not viewed and len(shape) == scale.dim():
+            return codes, scale
+        return codes, self.bench.fresh(x, shape, torch.float32)
 
     def _swap_viewed(
-        self, old: fx.Node, new: fx.Node, views: list[fx.Node], last_dim: int | None
+        self,
+        old: fx.Node,
+        new: fx.Node,
+        views: list[fx.Node],
+        last_dim: int | None,
+        split: fx.Node | None,
     ) -> Swap:
-        """Give the uses of ``old`` to ``new`` after the same reshapes, innermost first."""
+        """Give the uses of ``old`` to ``new`` after the same reshapes, innermost first.
+
+        ``last_dim``: the last dim of scales, which stands for the width of the reshapes; ``split``
+        is the reshape to groups, after which each group is a row.
+        """
         bench = self.bench
         for view in reversed(views):
             args: tuple[Any, ...] = (new, *view.args[1:])
@@ -274,13 +302,19 @@ class Reader:
                 aten.squeeze.dim,
             ):
                 sizes: Any = view.args[1]
-                args = (new, [*sizes[:-1], last_dim])
+                args = (new, list(sizes[:-1]) if view is split else [*sizes[:-1], last_dim])
             # the outermost reshape gives what was there before, so its fake value is known
-            value = val(old) if view is views[0] else None
+            value = val(old) if view is views[0] and last_dim is None else None
             with bench.graph.inserting_after(new):
                 new = bench.call(view.target, args, old, value)
         before, after = val(old), val(new)
-        if tuple(before.shape) != tuple(after.shape):  # an amax that kept its dims: 0-d to [1, 1]
+        kept = before.dim() - after.dim()
+        if last_dim is not None and views and kept == 1 or kept == -1 and after.dim() > 1:
+            # a maximum that kept its dim, or one per token that did not
+            target = aten.unsqueeze.default if kept == 1 else aten.squeeze.dim
+            with bench.graph.inserting_after(new):
+                new = bench.call(target, (new, -1), old, None)
+        elif kept:  # an amax over everything that kept its dims: 0-d to [1, 1]
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
@@ -292,24 +326,25 @@ def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:
     Only reshapes that keep the last dim, only to a producer that was read, and only where nothing
     is lost by reshaping codes and scale instead; otherwise ``(x, [])``.
     """
+    own = [] if found.split is None else [found.split]
     views: list[fx.Node] = []
     node = found.x
     while is_call(node, *VIEWS) and isinstance(node.args[0], fx.Node):
         before, after = tensor(node.args[0]), tensor(node)
         if before is None or after is None or before.dim() == 0 or after.dim() == 0:
-            return found.x, []
-        if found.form.granularity == "token" and not same(before.shape[-1], after.shape[-1]):
-            return found.x, []
+            return found.x, own
+        if found.form.granularity != "tensor" and not same(before.shape[-1], after.shape[-1]):
+            return found.x, own
         if node.target in (aten.unsqueeze.default, aten.squeeze.dim):
             dim = node.args[1]
             rank = max(before.dim(), after.dim())
             if not isinstance(dim, int) or dim % rank == rank - 1:
-                return found.x, []
+                return found.x, own
         elif not isinstance(node.args[1], (list, tuple)) or not node.args[1]:
-            return found.x, []
+            return found.x, own
         views.append(node)
         node = node.args[0]
-    return (node, views) if _producer_of(node) is not None else (found.x, [])
+    return (node, own + views) if _producer_of(node) is not None else (found.x, own)
 
 
 def _producer_of(node: Any) -> fx.Node | None:

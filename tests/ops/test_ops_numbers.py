@@ -304,9 +304,7 @@ def test_activations_refuse_what_they_do_not_know() -> None:
 # ---- fused operators are their parts -------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "name", ["rms_norm", "add_rms_norm", "layer_norm", "silu_mul", "act_mul"]
-)
+@pytest.mark.parametrize("name", ["rms_norm", "add_rms_norm", "layer_norm", "silu_mul", "act_mul"])
 def test_fused_is_its_parts(name: str) -> None:
     fused = SPECS[f"{name}_quant"]
     for args in fused.inputs(torch.Generator().manual_seed(3)):
