@@ -34,11 +34,9 @@ def dequantised_product(
 def shaped_scale(scale: torch.Tensor, granularity: str) -> torch.Tensor:
     """A scale in float32, in the shape that its granularity (never its own shape) asks for.
 
-    ``[]`` per-tensor, ``[M, 1]`` per-token, ``[1, N]`` per-channel; one per block stays 2-D.
+    ``[M, 1]`` per-token, ``[1, N]`` per-channel; others broadcast, or are spread, as they are.
     """
     scale = scale.to(torch.float32)
-    if granularity == "tensor":
-        return scale.reshape(())
     if granularity == "token":
         return scale.reshape(-1, 1)
     return scale.reshape(1, -1) if granularity == "channel" else scale
@@ -199,7 +197,8 @@ SCALED_MM = register(
     OpSpec(
         "scaled_mm",
         "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-        " str act_key, str weight_key, bool use_fast_accum, Tensor? prepared, str form='') -> Tensor",
+        " str act_key, str weight_key, bool use_fast_accum, Tensor? prepared, str form='')"
+        " -> Tensor",
         scaled_mm,
         fake_scaled_mm,
         _inputs,
