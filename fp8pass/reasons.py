@@ -70,6 +70,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the scaled product {node} is not read: {why}",
         "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
     ),
+    Reason(
+        "FP8-R003",
+        "only the weight is quantised",
+        "the product {node} multiplies activations that are not quantised by an fp8 weight (W8A16)",
+        "nothing to do: the code generator fuses what makes the weight wide with the work around",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",
