@@ -60,7 +60,7 @@ def _packed(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
     """The problem of a ``fp8pass::scaled_mm`` node."""
-    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared = _arguments(draft.node)
+    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, _ = _arguments(draft.node)
     va, vb = val(a), val(b)
     vbias = tensor(bias)
     return ScaledMMProblem(
@@ -82,7 +82,7 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
 
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
     """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
-    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared = _arguments(draft.node)
+    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _ = _arguments(draft.node)
     # the generic node dies with this lowering, so its fake value can move to the new one
     value = val(draft.node)
     return EmitSite(
@@ -91,5 +91,5 @@ def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: 
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    assert len(node.args) == 10, node.format_node()
-    return tuple(node.args)
+    assert len(node.args) in (10, 11), node.format_node()
+    return tuple(node.args) if len(node.args) == 11 else (*node.args, "")
