@@ -84,6 +84,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "docs/numerics.md lists the activations that are read; another rounding order or constant "
         "is never guessed",
     ),
+    Reason(
+        "FP8-R005",
+        "only the weight is quantised",
+        "the product {node} multiplies activations that are not quantised by an fp8 weight (W8A16)",
+        "nothing to do: the code generator fuses what makes the weight wide with the work around",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

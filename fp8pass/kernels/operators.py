@@ -16,6 +16,7 @@ import torch
 
 from fp8pass.ops import activation, linear, norm, quantize
 from fp8pass.ops.library import LIBRARY, OpSpec, register
+from fp8pass.quant_key import QuantKey
 
 
 def _kernel(module: str, name: str) -> Callable[..., Any]:
@@ -123,7 +124,16 @@ def _generic_on_cpu(
     weight_key: str,
     use_fast_accum: bool,
     prepared: torch.Tensor | None,
+    form: str = "",
 ) -> torch.Tensor:
+    """The own product where it computes what the keys and the form say, else the reference."""
+    kinds = [QuantKey.parse(key).granularity for key in (act_key, weight_key)]
+    plain = all(kind in ("tensor", "token", "channel") for kind in kinds)
+    if form or not plain or torch.int8 in (a.dtype, b.dtype):
+        return linear.scaled_product(
+            a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form
+        )
+    scale_a, scale_b = map(linear.shaped_scale, (scale_a, scale_b), kinds)
     return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
 
 

@@ -8,7 +8,9 @@ heavier, and asks no device.
 from __future__ import annotations
 
 # The order of these imports is the order of registration.
-from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass
+from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass  # isort: split
+
+from fp8pass.lowerings import torch_block, torch_dequant
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -47,6 +49,8 @@ __all__ = [
     "kernels",
     "producer_kernel_names",
     "register",
+    "torch_block",
+    "torch_dequant",
     "torch_scaled_mm",
     "triton",
     "unregister",

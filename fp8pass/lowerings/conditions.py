@@ -160,3 +160,52 @@ def multiples(kernel: str, problem: ScaledMMProblem, of: int) -> Verdict:
         if size % of or size == 0:
             return no("FP8-L009", kernel=kernel, what=what, wants=of, has=size)
     return YES
+
+
+#: Architectures whose code generators convert fp8.
+_CUDA_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
+_ROCM_FP8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+
+
+def scales_along(kernel: str, problem: ScaledMMProblem) -> Verdict:
+    """Scales of ``a`` per tensor, token or group of a row; of ``b`` per tensor, channel or block.
+
+    With blocks N and K must be known, since a scale is spread over them.
+    """
+    act, weight = problem.activation.scale.group, problem.weight.scale.group
+    fits = act.name in ("tensor", "token") or (act.row == 1 and act.col > 0)
+    if not fits or (weight.name not in ("tensor", "channel") and min(weight.row, weight.col) < 1):
+        wants = "one scale per tensor, token or 1xG group with one per tensor, channel or block"
+        return no("FP8-L003", kernel=kernel, wants=wants, has=_pair((act.name, weight.name)))
+    if act.name.startswith("group") or weight.name.startswith("group"):
+        return multiples(kernel, problem, 1)
+    return YES
+
+
+def converts(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
+    """The target converts both dtypes of codes to float32 in generated code.
+
+    A CPU converts all, every target int8; of fp8 only what was seen or read to be converted.
+    """
+    for key in (problem.activation, problem.weight):
+        if key.dtype == torch.int8 or target.kind == "cpu":
+            continue
+        if target.kind == "cuda":
+            known = architecture(kernel, target, _CUDA_FP8)
+            allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
+        else:
+            known = architecture(kernel, target, _ROCM_FP8)
+            allowed = () if target.fp8_dtype is None else (target.fp8_dtype,)
+        if not known:
+            return known
+        if key.dtype not in allowed:
+            return _dtype(kernel, "codes of dtype", key.dtype, allowed)
+    return YES
+
+
+def int32_sum(kernel: str, problem: ScaledMMProblem) -> Verdict:
+    """K is known, and a sum over it of products of int8 codes fits in int32."""
+    if problem.k is not None and problem.k < 2**31 // 128**2:
+        return YES
+    has = "a depth K that is not known statically" if problem.k is None else f"K = {problem.k}"
+    return no("FP8-L017", kernel=kernel, what=f"{has}: the int32 sum may overflow")

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fp8pass.errors import PassError
+from fp8pass.lowerings.registry import EmitSite
 
 aten = torch.ops.aten
 
@@ -137,3 +138,28 @@ def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
 def _is(size: Any, number: int) -> bool:
     """Known statically to be ``number``: a symbolic size is not asked, which would add a guard."""
     return isinstance(size, int) and size == number
+
+
+def epilogue(
+    graph: fx.Graph, site: EmitSite, out: fx.Node, scale_a: fx.Node | None, scale_b: fx.Node | None
+) -> fx.Node:
+    """Scales (those given), bias and the one rounding behind a float32 product, pointwise."""
+
+    def wide(target: torch._ops.OpOverload, other: fx.Node) -> fx.Node:
+        return call(graph, target, (out, other), val=matrix_like(site.val, torch.float32))
+
+    if scale_a is not None:
+        if site.problem.activation.granularity == "token":
+            scale_a = column(graph, scale_a)
+        out = wide(aten.mul.Tensor, scale_a)
+    if scale_b is not None:
+        if site.problem.weight.granularity == "channel":
+            scale_b = row(graph, scale_b)
+        out = wide(aten.mul.Tensor, scale_b)
+    if site.bias is not None:  # float32 + a narrower dtype is computed in float32
+        out = wide(aten.add.Tensor, site.bias)
+    if site.out_dtype == torch.float32:
+        return out
+    # not aten._to_copy: Inductor has no lowering for it after decomposition
+    cast = torch.ops.prims.convert_element_type.default
+    return call(graph, cast, (out, site.out_dtype), val=site.val)

@@ -79,9 +79,9 @@ class _Part:
 
 
 def _part(draft: Draft) -> _Part | None:
-    _, b, _, scale_b, bias, _, _, weight_key, _, prepared = draft.node.args
+    _, b, _, scale_b, bias, _, _, weight_key, _, prepared, *form = draft.node.args
     weight, scale = _weight_rows(b), _rows(scale_b, 1)
-    if weight is None or scale is None or prepared is not None:
+    if weight is None or scale is None or prepared is not None or any(form):
         return None
     if not str(weight_key).endswith("/static/channel"):
         return None
@@ -97,7 +97,7 @@ def _part(draft: Draft) -> _Part | None:
 
 
 def _key(part: _Part) -> tuple[Any, ...]:
-    a, _, scale_a, _, _, out_dtype, act_key, weight_key, fast, _ = part.draft.node.args
+    a, _, scale_a, _, _, out_dtype, act_key, weight_key, fast = part.draft.node.args[:9]
     return (
         a, scale_a, out_dtype, act_key, weight_key, fast, part.weight.buffer, part.scale, part.bias,
     )  # fmt: skip
@@ -128,7 +128,7 @@ def merge_products(bench: Workbench, drafts: list[Draft]) -> list[Merged]:
 def _merge(bench: Workbench, run: list[_Part]) -> Merged:
     first = min((part.draft for part in run), key=lambda d: bench.position(d.node))
     node = first.node
-    a, _, scale_a, _, _, out_dtype, act_key, weight_key, fast, _ = node.args
+    a, _, scale_a, _, _, out_dtype, act_key, weight_key, fast = node.args[:9]
     start, stop = run[0].weight.start, run[-1].weight.stop
     size = val(run[0].weight.buffer).shape[0]
 

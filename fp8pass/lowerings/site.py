@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.lowerings.emit import aten, call
 from fp8pass.lowerings.registry import EmitSite
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.quant_key import QuantKey
@@ -60,7 +61,7 @@ def _packed(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
     """The problem of a ``fp8pass::scaled_mm`` node."""
-    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared = _arguments(draft.node)
+    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, _ = _arguments(draft.node)
     va, vb = val(a), val(b)
     vbias = tensor(bias)
     return ScaledMMProblem(
@@ -82,7 +83,10 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
 
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
     """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
-    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared = _arguments(draft.node)
+    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _ = _arguments(draft.node)
+    with draft.node.graph.inserting_before(draft.node):
+        scale_a = _scale(draft.node.graph, scale_a, problem.activation.granularity)
+        scale_b = _scale(draft.node.graph, scale_b, problem.weight.granularity)
     # the generic node dies with this lowering, so its fake value can move to the new one
     value = val(draft.node)
     return EmitSite(
@@ -90,6 +94,26 @@ def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: 
     )
 
 
+def _scale(graph: fx.Graph, scale: fx.Node, granularity: str) -> fx.Node:
+    """A scale as kernels expect it: float32, ``[M, 1]`` or ``[1, N]``, with memory of its own.
+
+    Only an operator that the model emitted itself may come with another.
+    """
+    value = val(scale)
+    if value.dtype != torch.float32:
+        cast = torch.ops.prims.convert_element_type.default
+        scale = call(graph, cast, (scale, torch.float32))
+    if granularity in ("token", "channel"):
+        lonely = 1 if granularity == "token" else 0
+        if value.dim() != 2 or not same(value.shape[lonely], 1):
+            sizes = [-1, 1] if granularity == "token" else [1, -1]
+            scale = call(graph, aten.reshape.default, (scale, sizes))
+        if any(type(s) is int and s == 0 for s in val(scale).stride()):  # expanded
+            memory = {"memory_format": torch.contiguous_format}
+            scale = call(graph, aten.clone.default, (scale,), memory)
+    return scale
+
+
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    assert len(node.args) == 10, node.format_node()
-    return tuple(node.args)
+    assert len(node.args) in (10, 11), node.format_node()
+    return tuple(node.args) if len(node.args) == 11 else (*node.args, "")

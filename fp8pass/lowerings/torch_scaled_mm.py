@@ -27,6 +27,7 @@ from fp8pass.lowerings.emit import (
     call,
     column,
     dense_scale,
+    epilogue,
     matrix_like,
     row,
     scalar_scales,
@@ -173,27 +174,9 @@ def _emit_channel(graph: fx.Graph, site: EmitSite) -> fx.Node:
     a, b = _matrices(graph, site)
     one = unit_scale(graph, site.a)
     args = (a, b, one, one, None, None, torch.float32, site.fast_accum)
-    out = _float(graph, site, aten._scaled_mm.default, args)
-    scale_a, scale_b = site.scale_a, site.scale_b
-    if site.problem.activation.granularity == "token":
-        scale_a = column(graph, scale_a)
-    if site.problem.weight.granularity == "channel":
-        scale_b = row(graph, scale_b)
-    out = _float(graph, site, aten.mul.Tensor, (out, scale_a))
-    out = _float(graph, site, aten.mul.Tensor, (out, scale_b))
-    if site.bias is not None:  # float32 + a narrower dtype is computed in float32
-        out = _float(graph, site, aten.add.Tensor, (out, site.bias))
-    if site.out_dtype == torch.float32:
-        return out
-    # not aten._to_copy: Inductor has no lowering for it after decomposition
-    cast = torch.ops.prims.convert_element_type.default
-    return call(graph, cast, (out, site.out_dtype), val=site.val)
-
-
-def _float(
-    graph: fx.Graph, site: EmitSite, target: torch._ops.OpOverload, args: tuple[object, ...]
-) -> fx.Node:
-    return call(graph, target, args, val=matrix_like(site.val, torch.float32))
+    val = matrix_like(site.val, torch.float32)
+    out = call(graph, aten._scaled_mm.default, args, val=val)
+    return epilogue(graph, site, out, site.scale_a, site.scale_b)
 
 
 # ---- shared ----------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Reads ``aten._scaled_mm``: operands, scales with their granularity, bias, dtype."""
+"""Reads scaled products: ``aten._scaled_mm`` and ``_scaled_mm_v2`` here, the others by one door.
+
+:func:`match_product` takes every anchor (:func:`is_scaled_mm`); products spelled without scales
+inside are read in :mod:`fp8pass.spellings.dequantised`.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +13,43 @@ import torch
 from torch import fx
 
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
-from fp8pass.quant_key import FP8_DTYPES, dtype_name
+from fp8pass.quant_key import FP8_DTYPES, GroupShape, dtype_name
 from fp8pass.reasons import Verdict, no
+from fp8pass.spellings.dequantised import (
+    INT_MM,
+    DequantisedMatch,
+    is_product_of_codes,
+    match_dequantised,
+    match_epilogue,
+    weight_only,
+)
+from fp8pass.spellings.operands import Operand
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
 from fp8pass.spellings.walk import (
     argument,
     aten,
+    dtype_of,
     is_call,
     item,
     one_element,
     peel_views,
     same,
+    scalar,
     tensor,
 )
 
 SCALED_MM = (aten._scaled_mm.default,)
+#: torch.nn.functional.scaled_mm; torch 2.10 and older have no such operator.
+SCALED_MM_V2 = tuple(
+    getattr(aten, name).default for name in ("_scaled_mm_v2",) if hasattr(aten, name)
+)
+#: ``torch.nn.functional.ScalingType`` by number -> granularity of an activation, of a weight.
+_RECIPES = {
+    0: ("tensor", "tensor"),
+    1: ("token", "channel"),
+    4: ("group1x128", "group128x1"),
+    5: ("group128x128", "group128x128"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +169,104 @@ def peel_views_is_input(codes: Any) -> bool:
     return isinstance(source, fx.Node) and source.op in ("placeholder", "get_attr")
 
 
+def _read_v2(root: fx.Node) -> ScaledMMMatch | str:
+    names = ("self", "mat2", "scale_a", "recipe_a", "swizzle_a", "scale_b", "recipe_b",
+             "swizzle_b", "bias", "out_dtype", "contraction_dim", "use_fast_accum")  # fmt: skip
+    given = {name: argument(root, i, name) for i, name in enumerate(names)}
+    a, b, bias = given["self"], given["mat2"], given["bias"]
+    va, vb, result = tensor(a), tensor(b), tensor(root)
+    if va is None or vb is None or result is None:
+        return "the graph does not know its shapes"
+    if va.dtype not in FP8_DTYPES or vb.dtype not in FP8_DTYPES:
+        return f"its operands are {va.dtype} and {vb.dtype}"
+    if va.dim() != 2 or vb.dim() != 2 or given["contraction_dim"]:
+        return "it does not contract the inner dims of two matrices"
+    if any(given["swizzle_a"] or ()) or any(given["swizzle_b"] or ()):
+        return "its scales are swizzled"
+    if any(len(given[name] or ()) != 1 for name in ("scale_a", "recipe_a", "scale_b", "recipe_b")):
+        return "an operand has scales on several levels"
+    (ra,), (rb,) = given["recipe_a"], given["recipe_b"]
+    if ra not in _RECIPES or rb not in _RECIPES:
+        return f"its scales are in recipes {ra} and {rb}: per 16 or 32 elements (MX, NVFP4)"
+    act, weight = _RECIPES[ra][0], _RECIPES[rb][1]
+    if act == "group128x128":
+        return "its activations have a scale per block of 128 rows"
+    (scale_a,), (scale_b,) = given["scale_a"], given["scale_b"]
+    vsa, vsb = tensor(scale_a), tensor(scale_b)
+    if vsa is None or vsb is None or vsa.dtype != torch.float32 or vsb.dtype != torch.float32:
+        return "its scales are not float32"
+    for kind, scale, codes in ((act, vsa, va), (weight, vsb, vb)):
+        if not _has_shape(scale, kind, codes):
+            return f"its scales have shapes {tuple(vsa.shape)} and {tuple(vsb.shape)}"
+    if result.dtype not in MODEL_DTYPES:
+        return f"its result is {result.dtype}"
+    vbias = tensor(bias)
+    if bias is not None and (vbias is None or vbias.dtype not in MODEL_DTYPES or vbias.dim() != 1):
+        return "its bias is not a vector of bf16, fp16 or fp32"
+    form = quantise_form(a)
+    static = form.static if form is not None else act == "tensor" and peel_views_is_input(a)
+    act_key = f"{dtype_name(va.dtype)}/{'static' if static else 'dynamic'}/{act}"
+    weight_key = f"{dtype_name(vb.dtype)}/static/{weight}"
+    fast = bool(given["use_fast_accum"])
+    return ScaledMMMatch(
+        root, a, b, scale_a, scale_b, bias, result.dtype, act_key, weight_key, fast
+    )
+
+
+def _has_shape(scale: torch.Tensor, kind: str, codes: torch.Tensor) -> bool:
+    """Whether a scale has the shape of its granularity, oriented as its operand is."""
+    if kind == "tensor":
+        return one_element(scale)
+    group = GroupShape.parse(kind)
+    if scale.dim() != 2:
+        return False
+    for count, size, block in zip(scale.shape, codes.shape, (group.row, group.col), strict=True):
+        if block == 1 or block == -1:
+            if not same(count, size if block == 1 else 1):
+                return False
+        elif type(size) is not int or not same(count, -(-size // block)):
+            return False
+    return True
+
+
+def _unit(scale: Any) -> bool:
+    return scalar(scale) == 1.0
+
+
+def _read_unit(root: fx.Node) -> DequantisedMatch | None:
+    """A ``_scaled_mm`` with scales of one to float32, that is scaled afterwards."""
+    names = ("self", "mat2", "scale_a", "scale_b", "bias", "scale_result")
+    a, b, scale_a, scale_b, bias, scale_result = (
+        argument(root, i, name) for i, name in enumerate(names)
+    )
+    va, vb = tensor(a), tensor(b)
+    if dtype_of(root) != torch.float32 or bias is not None or scale_result is not None:
+        return None
+    if va is None or vb is None or va.dtype not in FP8_DTYPES or vb.dtype not in FP8_DTYPES:
+        return None
+    if not _unit(scale_a) or not _unit(scale_b):
+        return None
+    found = match_epilogue(root, root, Operand(a), Operand(b))
+    if isinstance(found, str):
+        return None
+    found.use_fast_accum = bool(argument(root, 7, "use_fast_accum", False))
+    return found
+
+
 def is_scaled_mm(node: Any) -> bool:
-    """The anchor of :func:`match_scaled_mm`."""
-    return is_call(node, *SCALED_MM)
+    """The anchor of :func:`match_product`: a product of codes, with its scales inside or not."""
+    return is_call(node, *SCALED_MM, *SCALED_MM_V2) or is_product_of_codes(node)
 
 
-def match_scaled_mm(root: fx.Node) -> ScaledMMMatch | Verdict:
-    """Read one ``aten._scaled_mm``, or say why not (FP8-R002)."""
-    found = _read(root)
+def match_product(root: fx.Node) -> ScaledMMMatch | DequantisedMatch | Verdict:
+    """Read one product of codes, or say why not (FP8-R002; FP8-R005: only its weight is fp8)."""
+    found: ScaledMMMatch | DequantisedMatch | str
+    if is_call(root, *SCALED_MM):
+        found = _read_unit(root) or _read(root)
+    elif is_call(root, *SCALED_MM_V2):
+        found = _read_v2(root)
+    elif not is_call(root, INT_MM) and weight_only(root):
+        return no("FP8-R005", node=root.name)
+    else:
+        found = match_dequantised(root)
     return no("FP8-R002", node=root.name, why=found) if isinstance(found, str) else found

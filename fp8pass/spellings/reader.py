@@ -24,8 +24,10 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
-from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
+from fp8pass.spellings.dequantised import INT_MM, DequantisedMatch
+from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.norm_reasons import unread_norm
+from fp8pass.spellings.put_product import put_dequantised
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast, match_quantize
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings
 from fp8pass.spellings.walk import (
@@ -65,7 +67,7 @@ def touches_fp8(graph: fx.Graph) -> bool:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node) or is_int8_cast(node):
+        if _is_ours(node) or is_int8_cast(node) or is_call(node, INT_MM):
             return True
     return False
 
@@ -127,9 +129,12 @@ class Reader:
             if is_call(node, _ops.scaled_mm.default):
                 self._take_native(node)
             elif is_scaled_mm(node):
-                found = match_scaled_mm(node)
+                found = match_product(node)
                 if isinstance(found, Verdict):
                     self.unread.append(("scaled_mm", node, found))
+                    continue
+                if isinstance(found, DequantisedMatch):
+                    self._put_dequantised(found)
                     continue
                 args = (
                     found.a,
@@ -215,6 +220,12 @@ class Reader:
         for name, nodes in olds.items():
             draft.swaps += [bench.swap(old, news[name]) for old in nodes]
         return None
+
+    def _put_dequantised(self, found: DequantisedMatch) -> None:
+        node, result = put_dequantised(self.bench, found)
+        draft = self._draft(node, found.root, {"out": node}, str(found.form))
+        draft.key = f"{node.args[6]} x {node.args[7]}"
+        draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_quantise(self, found: QuantMatch) -> None:
         now = self._scales.get

@@ -67,15 +67,26 @@ def operands(
     def scale(shape: tuple[int, ...]) -> torch.Tensor:
         return randn(*shape).abs() * 0.01 + 0.001 if g is not None else randn(*shape)
 
+    def made(rows: int, dtype: torch.dtype) -> torch.Tensor:
+        size = 40.0 if dtype == torch.int8 else 1.0
+        return (randn(rows, p.k + pad) * size).to(dtype)[:, : p.k]  # type: ignore[operator]
+
+    def shape(key: QuantKey, rows: int, cols: int) -> tuple[int, ...]:
+        group = key.scale.group
+        if key.granularity == "tensor":
+            return scalar
+        sizes = ((rows, group.row), (cols, group.col))
+        return tuple(1 if block == -1 else -(-size // block) for size, block in sizes)
+
     pad = 0 if p.packed else 3  # an odd pitch
-    a = randn(m, p.k + pad).to(p.activation.dtype)[:, : p.k]
-    w = randn(p.n, p.k + pad).to(p.weight.dtype)[:, : p.k]
+    a = made(m, p.activation.dtype)
+    w = made(p.n, p.weight.dtype)
     scalar = (1,) * scale_rank
     out = {
         "a": a,
         "b": w.t(),
-        "scale_a": scale((m, 1) if p.activation.granularity == "token" else scalar),
-        "scale_b": scale((1, p.n) if p.weight.granularity == "channel" else scalar),
+        "scale_a": scale(shape(p.activation, m, p.k)),
+        "scale_b": scale(shape(p.weight, p.k, p.n)),
     }
     if p.bias is not None:
         out["bias"] = randn(p.n).to(p.bias)

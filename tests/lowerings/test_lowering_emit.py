@@ -14,12 +14,26 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from fp8pass.errors import PassError
 from fp8pass.kernels import cpu
 from fp8pass.lowerings import EmitSite, find, kernels
+from fp8pass.ops.linear import scaled_product
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.target import Target
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 ROW = ("token", "channel")
 MIXES = (("tensor", "tensor"), ROW, ("tensor", "channel"), ("token", "tensor"))
+BLOCKS = ("group1x128", "group128x128")
+INT8 = (torch.int8, torch.int8)
+FNUZ = (torch.float8_e4m3fnuz, torch.float8_e4m3fnuz)
+_aten = torch.ops.aten
+VIEWS = (
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.reshape.default,
+    _aten.slice.Tensor,
+)
+#: Tested below with operands of their own.
+SPECIAL = ("torch_int8", "torch_int8_cpu", "torch_block")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
@@ -34,6 +48,11 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_row": ("torch_row", "sm90", {"bias": BF16}, ROW),
     "torch_row_odd_pitch": ("torch_row", "sm90", {"packed": False}, ROW),
     "torch_channel": ("torch_channel", "sm89", {"bias": BF16}, ROW),
+    "torch_dequant": ("torch_dequant", "cpu", {"bias": BF16, "dtypes": FNUZ}, ROW),
+    "torch_dequant_blocks": ("torch_dequant", "cpu", {"k": 200, "n": 72}, BLOCKS),
+    "torch_int8": ("torch_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
+    "torch_int8_cpu": ("torch_int8_cpu", "cpu", {"dtypes": INT8}, ("tensor", "tensor")),
+    "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
     "torch_channel_mixed_f32": ("torch_channel", "gfx942", {"out_dtype": F32}, ("token", "tensor")),
 }
 
@@ -59,7 +78,7 @@ def check_values(built: Built) -> None:
             expected = node.target(*args, **kwargs)
         assert meta(node.meta["val"]) == meta(expected), node.format_node()
         storages.add(node.meta["val"].untyped_storage()._cdata)
-    views = sum(node.target is torch.ops.aten.permute.default for node in calls)
+    views = sum(node.target in VIEWS for node in calls)
     assert len(storages) >= len(calls) - views, "two nodes share a storage"
     assert meta(built.result.meta["val"]) == meta(built.val)
 
@@ -121,6 +140,7 @@ def close(result: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
 PAIRS = [
     (kernel.name, pair)
     for kernel in kernels()
+    if kernel.name not in SPECIAL
     for pair in {"torch_tensor": MIXES[:1], "torch_row": (ROW,)}.get(kernel.name, MIXES)
 ]
 
@@ -151,6 +171,75 @@ def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: in
         expected = values["a"].float() @ values["b"].float() * scales[0] * scales[1]
         expected = expected if bias is None else expected + values["bias"].float()
         assert torch.equal(result, expected.to(out))
+
+
+REFERENCES = [
+    ("torch_dequant", BLOCKS, {"k": 256, "n": 384}),
+    ("torch_dequant", BLOCKS, {"k": 200, "n": 72, "bias": BF16}),
+    ("torch_dequant", ("group1x64", "channel"), {"k": 192, "n": 24}),
+    ("torch_dequant", ("token", "group128x128"), {"k": 256, "n": 128, "out_dtype": F32}),
+    ("torch_dequant", ROW, {"dtypes": FNUZ}),
+    ("torch_int8", ROW, {"dtypes": INT8, "bias": F32}),
+    ("torch_int8_cpu", ROW, {"dtypes": INT8, "bias": BF16, "out_dtype": F16}),
+    ("torch_int8_cpu", ("tensor", "channel"), {"dtypes": INT8}),
+]
+
+
+@pytest.mark.parametrize("m", [0, 1, 3, 17])
+@pytest.mark.parametrize(("kernel", "pair", "changes"), REFERENCES, ids=str)
+def test_numbers_are_those_of_the_generic_operator(
+    kernel: str, pair: tuple[str, str], changes: dict[str, Any], m: int
+) -> None:
+    p = problem(*pair, **changes)
+    values = operands(p, m, "cpu", seed=m)
+    built = build(find(kernel).emit, Target.parse("cpu"), p, m=m, device="cpu")
+    check_values(built)
+    result = built.module(*(values[name] for name in built.names))[0]
+    scales = values["scale_a"], values["scale_b"]
+    keys = str(p.activation), str(p.weight)
+    bias = values.get("bias")
+    wanted = scaled_product(values["a"], values["b"], *scales, bias, p.out_dtype, *keys, "")
+    assert torch.equal(result, wanted)
+
+
+def test_blocks_with_symbolic_rows_add_no_guard() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    p = problem(*BLOCKS, m=None, k=256, n=128)
+    env = ShapeEnv()
+    m = env.create_unbacked_symint()
+    torch._check(m >= 2)
+    for name in ("torch_dequant", "torch_block"):
+        graph = fx.Graph()
+        with FakeTensorMode(shape_env=env):
+            fp8 = torch.float8_e4m3fn
+            tensors = {
+                "a": torch.empty((m, 256), dtype=fp8),
+                "b": torch.empty((128, 256), dtype=fp8).t(),
+                "scale_a": torch.empty(m, 2),
+                "scale_b": torch.empty(2, 1),
+            }
+            val = torch.empty(m, 128, dtype=BF16)
+        nodes = [graph.placeholder(key) for key in tensors]
+        for node, tensor in zip(nodes, tensors.values(), strict=True):
+            node.meta["val"] = tensor
+        output = graph.output(())
+        guards = len(env.guards)
+        site = EmitSite(*nodes, None, None, BF16, p, Target.parse("cpu"), "exact", val)
+        with graph.inserting_before(output):
+            result = find(name).emit(graph, site)
+        assert len(env.guards) == guards
+        assert result.meta["val"].shape[0].node.expr == m.node.expr
+
+
+def test_block_scales_are_laid_out_as_torch_asks() -> None:
+    for m in (1, 3, 16):
+        p = problem(*BLOCKS, k=512, n=256)
+        built = build(find("torch_block").emit, Target.parse("sm90"), p, m=m)
+        check_values(built)
+        scale_a, scale_b = (n.meta["val"] for n in built.result.args[2:4])
+        assert (scale_a.shape, scale_a.stride()) == ((m, 4), (1, m))
+        assert (scale_b.t().shape, scale_b.t().stride()) == ((2, 4), (4, 1))
 
 
 NATIVE = ["torch_tensor", "torch_channel", *(["torch_row"] if TORCH >= (2, 12) else [])]
@@ -254,7 +343,7 @@ def test_fast_accumulation_only_if_asked_for(kernel: str) -> None:
         assert product.args[7] is (source or numerics == "fast")
 
 
-@pytest.mark.parametrize("kernel", [kernel.name for kernel in kernels()])
+@pytest.mark.parametrize("kernel", [k.name for k in kernels() if k.name not in SPECIAL])
 def test_symbolic_rows(kernel: str) -> None:
     """A dynamic M adds no guard and is not specialised."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -1,0 +1,152 @@
+"""Kernels ``torch_dequant``, ``torch_int8`` and ``torch_int8_cpu``: products written out as aten.
+
+- ``torch_dequant``: codes made float32, multiplied by their scale there if it is one per block,
+  then a float32 product, scales, bias and one rounding. It takes what no other kernel takes, at
+  the price of a float32 copy of the weight at each call; every other kernel comes first.
+- ``torch_int8``: ``aten._int_mm``, then scales, bias and one rounding as pointwise work. The limits
+  on CUDA (more than 16 rows, K and N multiples of 8) were read in pytorch's
+  ``aten/src/ATen/native/cuda/Blas.cpp``; a CPU has none.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import fx
+
+from fp8pass.lowerings import conditions as need
+from fp8pass.lowerings.emit import aten, call, epilogue, matrix_like, value
+from fp8pass.lowerings.registry import EmitSite, Kernel, register
+from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import GroupShape
+from fp8pass.reasons import Verdict
+from fp8pass.target import Target
+
+_CONVERT = torch.ops.prims.convert_element_type.default
+
+
+# ---- torch_dequant -------------------------------------------------------------------------------
+
+
+def _takes_dequant(target: Target, problem: ScaledMMProblem) -> Verdict:
+    name = "torch_dequant"
+    return need.all_of(
+        lambda: need.scales_along(name, problem),
+        lambda: need.plain_scales(name, problem),
+        lambda: need.converts(name, target, problem),
+        lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
+    )
+
+
+def _emit_dequant(graph: fx.Graph, site: EmitSite) -> fx.Node:
+    operands = []
+    left: list[fx.Node | None] = []
+    for codes, scale, key in (
+        (site.a, site.scale_a, site.problem.activation),
+        (site.b, site.scale_b, site.problem.weight),
+    ):
+        wide = call(graph, _CONVERT, (codes, torch.float32), val=_like(value(codes), torch.float32))
+        blocks = key.granularity.startswith("group")
+        if blocks:
+            spread = spread_scale(graph, scale, key.scale.group, value(codes))
+            wide = call(graph, aten.mul.Tensor, (wide, spread))
+        operands.append(wide)
+        left.append(None if blocks else scale)
+    out = call(graph, aten.mm.default, tuple(operands), val=matrix_like(site.val, torch.float32))
+    return epilogue(graph, site, out, *left)
+
+
+def _like(val: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A fake tensor with the shape and the strides of ``val``."""
+    return torch.empty_like(val, dtype=dtype)
+
+
+def spread_scale(graph: fx.Graph, scale: fx.Node, group: GroupShape, like: torch.Tensor) -> fx.Node:
+    """A scale per block as one per element of the matrix ``like``, without asking its rows."""
+    for dim, block in enumerate((group.row, group.col)):
+        if block <= 1:
+            continue
+        other = value(scale).shape[1]
+        count = value(scale).shape[dim]
+        scale = call(graph, aten.unsqueeze.default, (scale, dim + 1))
+        sizes = [-1, block, -1] if dim == 0 else [-1, -1, block]
+        scale = call(graph, aten.expand.default, (scale, sizes))
+        merged = [count * block, other] if dim == 0 else [-1, count * block]
+        scale = call(graph, aten.reshape.default, (scale, merged))
+        if count * block != like.shape[dim]:
+            scale = call(graph, aten.slice.Tensor, (scale, dim, 0, like.shape[dim]))
+    return scale
+
+
+TORCH_DEQUANT = register(
+    Kernel(
+        name="torch_dequant",
+        summary="codes made float32, product, scales and bias in float32: the last resort",
+        kinds=frozenset({"cpu", "cuda", "rocm"}),
+        requirements=need.always,
+        can_implement=_takes_dequant,
+        priority=lambda target, problem: 200,
+        emit=_emit_dequant,
+        provenance="tested on x86-avx2; GPUs not run on hardware",
+    )
+)
+
+
+# ---- torch_int8 ----------------------------------------------------------------------------------
+
+
+def _takes_int8(name: str, target: Target, problem: ScaledMMProblem) -> Verdict:
+    only = (torch.int8,)
+    return need.all_of(
+        lambda: need.granularity(name, problem, need.OUTER_PRODUCTS),
+        lambda: need.plain_scales(name, problem),
+        lambda: need.fp8_operands(name, problem, only, only),
+        lambda: need.int32_sum(name, problem),
+        lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
+    )
+
+
+def _takes_int8_cuda(target: Target, problem: ScaledMMProblem) -> Verdict:
+    name = "torch_int8"
+    return need.all_of(
+        lambda: _takes_int8(name, target, problem),
+        lambda: need.layouts(name, problem),
+        lambda: need.multiples(name, problem, 8),
+    )
+
+
+def _emit_int8(graph: fx.Graph, site: EmitSite) -> fx.Node:
+    total = matrix_like(site.val, torch.int32)
+    out = call(graph, aten._int_mm.default, (site.a, site.b), val=total)
+    wide = matrix_like(site.val, torch.float32)
+    out = call(graph, _CONVERT, (out, torch.float32), val=wide)
+    return epilogue(graph, site, out, site.scale_a, site.scale_b)
+
+
+TORCH_INT8 = register(
+    Kernel(
+        name="torch_int8",
+        summary="torch._int_mm, then scales and bias pointwise",
+        kinds=frozenset({"cuda"}),
+        requirements=need.always,
+        can_implement=_takes_int8_cuda,
+        priority=lambda target, problem: 40,
+        emit=_emit_int8,
+        provenance="not run on hardware (rules read in pytorch's source)",
+        rows=MRange(17),
+    )
+)
+
+TORCH_INT8_CPU = register(
+    Kernel(
+        name="torch_int8_cpu",
+        summary="torch._int_mm, then scales and bias pointwise",
+        kinds=frozenset({"cpu"}),
+        requirements=need.always,
+        can_implement=lambda target, problem: _takes_int8("torch_int8_cpu", target, problem),
+        priority=lambda target, problem: 40,
+        emit=_emit_int8,
+        provenance="tested on x86-avx2",
+    )
+)
