@@ -70,6 +70,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the scaled product {node} is not read: {why}",
         "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
     ),
+    Reason(
+        "FP8-R010",
+        "an operator of a quantisation library that was not read",
+        "the operator {op} at {node} is not read: {why}",
+        "docs/dialects.md says which operators of which libraries are read",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

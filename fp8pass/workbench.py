@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
+from fp8pass.spellings.library_ops import may_be_merged
 from fp8pass.spellings.walk import aten, prims
 from fp8pass.strides import contiguous_strides
 
@@ -292,7 +293,9 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
     stack = list(anchors)
     while stack:
         node = stack.pop()
-        if node not in cone and node.op == "call_function" and node.target in _MERGED:
+        if node not in cone and (
+            node.op == "call_function" and (node.target in _MERGED or may_be_merged(node))
+        ):
             cone.add(node)
             stack.extend(node.all_input_nodes)
     returned = _returned(graph)

@@ -22,6 +22,12 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import match_silu_mul
+from fp8pass.spellings.library_ops import (
+    LibraryOp,
+    ProductMatch,
+    library_op,
+    match_library_op,
+)
 from fp8pass.spellings.linear import is_scaled_mm, match_scaled_mm
 from fp8pass.spellings.norm import NormMatch, match_norm
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
@@ -56,7 +62,7 @@ def anchors(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and (
-            is_fp8_cast(node) or is_scaled_mm(node) or _is_ours(node)
+            is_fp8_cast(node) or is_scaled_mm(node) or _is_ours(node) or library_op(node)
         ):
             found.append(node)
     return found
@@ -117,6 +123,9 @@ class Reader:
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.quantize.default):
                 self._take_native(node)
+            elif (library := library_op(node)) is not None:
+                if library.kind == "quantize":
+                    self._read_library(node, library)
             elif node.op == "call_function" and is_fp8_cast(node):
                 found = match_quantize(node)
                 if isinstance(found, Verdict):
@@ -129,6 +138,9 @@ class Reader:
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.scaled_mm.default):
                 self._take_native(node)
+            elif (library := library_op(node)) is not None:
+                if library.kind == "scaled_mm":
+                    self._read_library(node, library)
             elif is_scaled_mm(node):
                 found = match_scaled_mm(node)
                 if isinstance(found, Verdict):
@@ -150,6 +162,16 @@ class Reader:
                     "scaled_mm", node, _ops.scaled_mm.default, args, "", name="out"
                 )
                 draft.key = f"{found.act_key} x {found.weight_key}"
+
+    def _read_library(self, node: fx.Node, library: LibraryOp) -> None:
+        """An operator of a quantisation library."""
+        found = match_library_op(node)
+        if isinstance(found, Verdict):
+            self.unread.append((library.kind, node, found))
+        elif isinstance(found, ProductMatch):
+            self._put_library_product(found)
+        else:
+            self._put_quantise(found)
 
     # ---- putting generic operators in ----------------------------------------------------------
 
@@ -194,6 +216,23 @@ class Reader:
         draft = self._draft(node, root, {name: node}, form)
         draft.swaps.append(self.bench.swap(root, node))
         return draft
+
+    def _put_library_product(self, found: ProductMatch) -> None:
+        """The generic product of a library's, whose weight is ``[N, K]`` and scales may be 1-D."""
+        bench, root = self.bench, found.root
+        with bench.graph.inserting_before(root):
+            b = bench.call(aten.permute.default, (found.weight, [1, 0]), root)
+            scale_a, scale_b = found.scale_a, found.scale_b
+            if val(scale_a).dim() == 1:
+                scale_a = bench.call(aten.unsqueeze.default, (scale_a, -1), root)
+            if val(scale_b).dim() == 1:
+                scale_b = bench.call(aten.unsqueeze.default, (scale_b, 0), root)
+            elif not same(val(scale_b).shape[0], 1):
+                scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+        keys = (found.act_key, found.weight_key, found.use_fast_accum, None)
+        args = (found.a, b, scale_a, scale_b, found.bias, found.out_dtype, *keys)
+        draft = self._put_single("scaled_mm", root, _ops.scaled_mm.default, args, "", name="out")
+        draft.key = f"{found.act_key} x {found.weight_key}"
 
     def _put_norm(self, found: NormMatch) -> None:
         form = str(found.form)
@@ -250,7 +289,7 @@ class Reader:
             return codes, self.bench.fresh(x, (0,), torch.float32)
         if found.form.granularity == "tensor":
             return codes, scale if scale.dim() == 0 else self.bench.fresh(x, (), torch.float32)
-        if viewed:
+        if viewed or scale.dim() != x.dim():
             scale = self.bench.fresh(x, (*x.shape[:-1], 1), torch.float32)
         return codes, scale
 
@@ -268,11 +307,15 @@ class Reader:
                 sizes: Any = view.args[1]
                 args = (new, [*sizes[:-1], last_dim])
             # the outermost reshape gives what was there before, so its fake value is known
-            value = val(old) if view is views[0] else None
+            same_rank = val(old).dim() == val(view).dim()
+            value = val(old) if view is views[0] and same_rank else None
             with bench.graph.inserting_after(new):
                 new = bench.call(view.target, args, old, value)
         before, after = val(old), val(new)
-        if tuple(before.shape) != tuple(after.shape):  # an amax that kept its dims: 0-d to [1, 1]
+        if last_dim is not None and before.dim() + 1 == after.dim():  # a scale without its last dim
+            with bench.graph.inserting_after(new):
+                new = bench.call(aten.squeeze.dim, (new, -1), old, before)
+        elif tuple(before.shape) != tuple(after.shape):  # an amax that kept its dims: 0-d to [1, 1]
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
