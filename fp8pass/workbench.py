@@ -293,11 +293,14 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
     stack = list(anchors)
     while stack:
         node = stack.pop()
-        if node not in cone and (
-            node.op == "call_function" and (node.target in _MERGED or may_be_merged(node))
-        ):
-            cone.add(node)
-            stack.extend(node.all_input_nodes)
+        if node in cone or node.op != "call_function":
+            continue
+        if may_be_merged(node):
+            cone.update(user for user in node.users if user.target is operator.getitem)
+        elif node.target not in _MERGED:
+            continue
+        cone.add(node)
+        stack.extend(node.all_input_nodes)
     returned = _returned(graph)
     seen: dict[Any, fx.Node] = {}
     merged = 0

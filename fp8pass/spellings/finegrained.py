@@ -11,6 +11,10 @@ None is read yet, for a reason that is not the same for all:
   rows with a largest value below 4.5e-10 would differ;
 - the static quantise has no clamp: it relies on the saturation of its device;
 - the product of the block-wise ones has one scale for each 128x128 block of the weight.
+
+A build that registers them with ``torch.library.triton_op`` is taken apart before any pass sees the
+graph: what arrives is the launches of its Triton kernels. A kernel's name says too little to be read
+as anything, so these are named in the report too.
 """
 
 from __future__ import annotations

@@ -172,6 +172,9 @@ class Reader:
             self._put_library_product(found)
         else:
             self._put_quantise(found)
+        if not isinstance(found, Verdict):
+            latest = next(reversed(self.drafts.values()))
+            latest.source = str(node.target).partition(".")[0]
 
     # ---- putting generic operators in ----------------------------------------------------------
 
