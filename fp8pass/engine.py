@@ -76,7 +76,8 @@ def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:
     devices = set()
     for node in anchors(graph):
         value = val(node)
-        value = value[0] if isinstance(value, (tuple, list)) else value
+        value = list(value.values()) if isinstance(value, dict) else value
+        value = value[0] if isinstance(value, (tuple, list)) and value else value
         if isinstance(value, torch.Tensor):
             devices.add(value.device)
     types = sorted({device.type for device in devices})

@@ -13,8 +13,8 @@ None is read yet, for a reason that is not the same for all:
 - the product of the block-wise ones has one scale for each 128x128 block of the weight.
 
 A build that registers them with ``torch.library.triton_op`` is taken apart before any pass sees the
-graph: what arrives is the launches of its Triton kernels. A kernel's name says too little to be read
-as anything, so these are named in the report too.
+graph: what arrives is the launches of its Triton kernels. A kernel's name says too little to be
+read as anything, so these are named in the report too.
 """
 
 from __future__ import annotations
@@ -50,7 +50,15 @@ def _experts(node: fx.Node, given: Arguments) -> str:
     return "it multiplies by the weights of several experts, which fp8pass does not read"
 
 
+def _launch(node: fx.Node, given: Arguments) -> str:
+    return "it is the launch of a Triton kernel, of which the graph shows the name alone"
+
+
+_KERNEL = "triton:"
+
 OPS = (
+    LibraryOp(_KERNEL + r"_fp8_act_quant\w*_kernel", "quantize", None, _launch, _PACKAGE),
+    LibraryOp(_KERNEL + r"w8a8_\w+_matmul\w*_kernel", "scaled_mm", None, _launch, _PACKAGE),
     LibraryOp(
         _NAME + "w8a8_block_(dynamic|static)_fp8_matmul",
         "scaled_mm",

@@ -60,7 +60,8 @@ class LibraryOp:
     """One entry of a dialect's table.
 
     Attributes:
-        name: a regular expression for ``namespace::name`` of the schema.
+        name: a regular expression for ``namespace::name`` of the schema, or for ``triton:name`` of
+            the kernel that a launch runs.
         kind: ``quantize`` or ``scaled_mm``: what the report calls the site.
         known: names of the arguments whose meaning is known, None where that does not matter.
         read: reads a call.
@@ -80,7 +81,7 @@ def _table() -> tuple[LibraryOp, ...]:
     return (*fbgemm.OPS, *finegrained.OPS, *torchao.OPS)
 
 
-_found: dict[Any, LibraryOp | None] = {}
+_found: dict[torch._ops.OpOverload, LibraryOp | None] = {}
 
 
 def library_op(node: Any) -> LibraryOp | None:
@@ -88,12 +89,31 @@ def library_op(node: Any) -> LibraryOp | None:
     if not isinstance(node, fx.Node) or node.op != "call_function":
         return None
     target = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace in ("aten", "prims"):
-        return None
-    if target not in _found:
-        name = target._schema.name
-        _found[target] = next((op for op in _table() if re.fullmatch(op.name, name)), None)
-    return _found[target]
+    if isinstance(target, torch._ops.OpOverload):
+        if target.namespace in ("aten", "prims"):
+            return None
+        if target not in _found:
+            _found[target] = _entry(_name(node))
+        return _found[target]
+    if isinstance(target, torch._ops.HigherOrderOperator) and "kernel_idx" in node.kwargs:
+        return _entry(_name(node))
+    return None
+
+
+def _entry(name: str) -> LibraryOp | None:
+    return next((op for op in _table() if re.fullmatch(op.name, name)), None)
+
+
+def _name(node: fx.Node) -> str:
+    if isinstance(node.target, torch._ops.OpOverload):
+        return str(node.target._schema.name)
+    from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table
+
+    index: Any = node.kwargs["kernel_idx"]
+    kernel: Any = kernel_side_table.get_kernel(index)
+    while hasattr(kernel, "fn"):  # an autotuner, the kernel, its Python function
+        kernel = kernel.fn
+    return f"triton:{kernel.__name__}"
 
 
 def arguments_of(node: fx.Node) -> Arguments:
@@ -114,14 +134,17 @@ def arguments_of(node: fx.Node) -> Arguments:
 def match_library_op(node: fx.Node) -> QuantMatch | ProductMatch | Verdict:
     """Read a call that :func:`library_op` knows, or say why not (FP8-R010)."""
     op = library_op(node)
-    assert op is not None and isinstance(node.target, torch._ops.OpOverload)
-    found = _read(op, node, node.target._schema)
+    assert op is not None
+    found = _read(op, node)
     if isinstance(found, str):
-        return no("FP8-R010", op=node.target._schema.name, node=node.name, why=found)
+        return no("FP8-R010", op=_name(node), node=node.name, why=found)
     return found
 
 
-def _read(op: LibraryOp, node: fx.Node, schema: Any) -> QuantMatch | ProductMatch | str:
+def _read(op: LibraryOp, node: fx.Node) -> QuantMatch | ProductMatch | str:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return op.read(node, {})
+    schema = node.target._schema
     if schema.is_mutable or schema.overload_name:
         return "it writes to its arguments, or is an overload that is not known"
     bound = arguments_of(node)
@@ -147,12 +170,4 @@ def result(node: fx.Node, index: int) -> fx.Node | None:
 def may_be_merged(node: fx.Node) -> bool:
     """Whether two equal calls are one: a quantise that was read (a stochastic one is not)."""
     op = library_op(node)
-    return op is not None and op.kind == "quantize" and not isinstance(_parts(node), str)
-
-
-def _parts(node: fx.Node) -> Any:
-    target = node.target
-    assert isinstance(target, torch._ops.OpOverload)
-    op = library_op(node)
-    assert op is not None
-    return _read(op, node, target._schema)
+    return op is not None and op.kind == "quantize" and not isinstance(_read(op, node), str)

@@ -23,7 +23,11 @@ from fp8pass.spellings.walk import (
     tensor,
 )
 
-SCALED_MM = (aten._scaled_mm.default,)
+#: the second came with torch 2.10 (:mod:`fp8pass.spellings.scaled_mm_v2`)
+SCALED_MM = (
+    aten._scaled_mm.default,
+    *([aten._scaled_mm_v2.default] if hasattr(aten, "_scaled_mm_v2") else []),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +153,8 @@ def is_scaled_mm(node: Any) -> bool:
 
 
 def match_scaled_mm(root: fx.Node) -> ScaledMMMatch | Verdict:
-    """Read one ``aten._scaled_mm``, or say why not (FP8-R002)."""
-    found = _read(root)
+    """Read one ``aten._scaled_mm`` or ``aten._scaled_mm_v2``, or say why not (FP8-R002)."""
+    from fp8pass.spellings.scaled_mm_v2 import read_scaled_mm_v2
+
+    found = _read(root) if is_call(root, aten._scaled_mm.default) else read_scaled_mm_v2(root)
     return no("FP8-R002", node=root.name, why=found) if isinstance(found, str) else found

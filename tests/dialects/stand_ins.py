@@ -1,8 +1,8 @@
 """Stand-ins for operators of libraries that are not installed: their schema, their arithmetic.
 
 Schemas are those that the libraries register (see the tables in ``fp8pass/spellings``); each has an
-implementation in plain torch of the arithmetic that its source shows, so that a graph which holds it
-can be run and compared. Nothing is defined where the real library has done it already.
+implementation in plain torch of the arithmetic that its source shows, so that a graph which holds
+it can be run and compared. Nothing is defined where the real library has done it already.
 """
 
 from __future__ import annotations

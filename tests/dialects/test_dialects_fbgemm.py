@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from graphs import Passed, codes, read, run, trace, values, vector
+from graphs import Passed, Reading, codes, read, run, trace, values, vector
 from spell import llama
-from stand_ins import E4, fbgemm, mslk
+from stand_ins import fbgemm, mslk
 
 FBGEMM = fbgemm()
 TRITON, MSLK = mslk()
@@ -103,7 +103,9 @@ def test_equal_calls_are_one_but_not_stochastic_ones() -> None:
     def calls(stochastic: bool) -> int:
         def fn(x: torch.Tensor) -> torch.Tensor:
             parts = three(x, stochastic)
-            return sum(q.float() * s.unsqueeze(-1) for q, s in zip(parts[::2], parts[1::2]))
+            return sum(
+                q.float() * s.unsqueeze(-1) for q, s in zip(parts[::2], parts[1::2], strict=True)
+            )
 
         before = read(fn, values(5, 64)).before
         target = FBGEMM.quantize_fp8_per_row.default
@@ -120,7 +122,7 @@ def test_equal_calls_are_one_but_not_stochastic_ones() -> None:
 @pytest.mark.parametrize("shape", ["vector", "column", "row"])
 @pytest.mark.parametrize("bias", [False, True])
 def test_product(name: str, rows: int, shape: str, bias: bool) -> None:
-    """Per token x per channel whatever the number of rows, in each shape that its scales may have."""
+    """Per token x per channel for any number of rows, in each shape that its scales may have."""
     weight, scale = weights()
     scale = {"vector": scale.flatten(), "column": scale, "row": scale.t()}[shape]
     b = vector(48)
@@ -160,8 +162,6 @@ def test_product_refused(case: str) -> None:
 
     def fn(q: torch.Tensor, s: torch.Tensor, w: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         return FBGEMM.f8f8bf16_rowwise(q, w, s, t)
-
-    from graphs import Reading
 
     reading = Reading(trace(fn, *inputs))
     ((kind, code, message),) = reading.unread
@@ -227,5 +227,17 @@ def test_no_producer_no_change(name: str) -> None:
     assert (site.status, site.code) == ("left", "FP8-F002")
 
 
-def test_hip_codes_are_not_taken_for_e4m3fn() -> None:
-    assert torch.finfo(E4).max == 448.0 != torch.finfo(torch.float8_e4m3fnuz).max
+@pytest.mark.parametrize("name", NAMES)
+def test_symbolic_block(name: str) -> None:
+    """With symbolic rows the quantise cannot be written out: it stays the library's."""
+    x, w = values(6, 64), vector(64)
+    inputs = x, w, *weights(48), *weights(32)
+    passed = Passed(trace(block(name), *inputs, dynamic=(0,)))
+    assert [site.status for site in passed.sites("scaled_mm")] == ["lowered", "lowered"]
+    names = [str(node.target) for node in passed.after.graph.nodes]
+    assert sum("quantize_fp8" in name for name in names) == 1
+    assert not any(name.startswith("fp8pass.rms_norm") for name in names)
+    for rows in (1, 5):
+        again = values(rows, 64, seed=rows), *inputs[1:]
+        for a, b in zip(run(passed.before, *again), run(passed.fused, *again), strict=True):
+            assert torch.equal(a, b)
