@@ -40,7 +40,8 @@ class QuantForm:
         scale: ``given`` (static) or one of the three expressions above.
         qmax: the constant of that expression; for ``mul`` the factor itself.
         floor: ``none``; ``scale`` or ``amax`` (that is clamped from below by ``floor_value``);
-            ``scale_add`` or ``amax_add`` (``floor_value`` is added to it).
+            ``scale_add`` or ``amax_add`` (``floor_value`` is added to it); ``amax_zero``
+            (``floor_value`` takes the place of an ``amax`` that is not above zero).
         floor_value: that number.
         apply: ``div``, ``mul_recip`` (multiply by the reciprocal of the scale) or ``mul_inverse``.
         lo, hi: the clamp before the cast.
@@ -69,7 +70,7 @@ class QuantForm:
 
     GRANULARITIES: ClassVar = ("tensor", "token", "group<n>")
     SCALES: ClassVar = ("given", "div", "mul", "inverse")
-    FLOORS: ClassVar = ("none", "scale", "amax", "scale_add", "amax_add")
+    FLOORS: ClassVar = ("none", "scale", "amax", "scale_add", "amax_add", "amax_zero")
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
     POWERS: ClassVar = ("none", "ceil", "floor")
     LAYOUTS: ClassVar = ("row", "col", "tma")

@@ -50,6 +50,8 @@ def _bounded_amax(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
         amax = amax.clamp(min=form.floor_value)
     elif form.floor == "amax_add":
         amax = amax + form.floor_value
+    elif form.floor == "amax_zero":
+        amax = torch.where(amax > 0, amax, form.floor_value)
     return amax
 
 

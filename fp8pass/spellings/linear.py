@@ -11,7 +11,7 @@ from torch import fx
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.quant_key import FP8_DTYPES, dtype_name
 from fp8pass.reasons import Verdict, no
-from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
+from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast
 from fp8pass.spellings.walk import (
     argument,
     aten,
@@ -100,7 +100,9 @@ def quantise_form(codes: Any) -> QuantForm | None:
         return QuantForm.parse(form)
     if not is_fp8_cast(producer):
         return None
-    found = match_quantize(producer)
+    from fp8pass.spellings.any_quantize import match_any_quantize
+
+    found = match_any_quantize(producer)
     return found.form if isinstance(found, QuantMatch) else None
 
 

@@ -245,6 +245,22 @@ def _scale_root(scale: fx.Node) -> fx.Node:
     return root
 
 
+def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
+    """``(value, lo, hi)``: what a saturating cast quantises, with its bounds (for dialects)."""
+    return _unclamped(cast)
+
+
+def amax_of(node: Any) -> tuple[fx.Node, str] | None:
+    """``(x, granularity)`` for ``amax(|x|)`` over everything, or over the last dim it keeps."""
+    return _amax(node)
+
+
+def divided(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """``(x, scale)`` for ``x / scale``."""
+    found = _applied(node)
+    return found[:2] if found is not None and found[2] == "div" else None
+
+
 def match_quantize(root: fx.Node) -> QuantMatch | Verdict:
     """Read the quantise whose codes are ``root`` (:func:`is_fp8_cast`), or say why not (FP8-R001).
 

@@ -128,7 +128,7 @@ LINEARS: dict[str, tuple[Linear, Callable[[int], tuple[int, int]], str, str, str
     "compressed_tensors": (
         compressed_tensors,
         lambda n: (1, n),
-        "",
+        "float8_e4m3fn,token,float32,div,448.0,amax_zero,1.0,div,-448.0,448.0",
         "dynamic/token",
         "static/channel",
     ),
