@@ -22,7 +22,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import match_silu_mul
-from fp8pass.spellings.any_quantize import match_any_quantize
+from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
 from fp8pass.spellings.library_ops import (
     LibraryOp,
     ProductMatch,
@@ -128,7 +128,7 @@ class Reader:
                 if library.kind == "quantize":
                     self._read_library(node, library)
             elif node.op == "call_function" and is_fp8_cast(node):
-                found = match_any_quantize(node)
+                found = match_quantize(node)
                 if isinstance(found, Verdict):
                     self.unread.append(("quantize", node, found))
                 else:

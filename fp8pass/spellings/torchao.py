@@ -99,6 +99,9 @@ def _constant(node: Any, op: Any) -> float | None:
 
 
 def _rounded(value: float, dtype: torch.dtype) -> float:
+    """A bound as a clamp of ``dtype`` values has it; in float32 it is compared as it is written."""
+    if dtype == torch.float32:
+        return value
     return float(torch.tensor(value, dtype=dtype, device=HOST).item())
 
 
