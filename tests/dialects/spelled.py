@@ -23,8 +23,8 @@ def _clamped(value: Tensor) -> Tensor:
 # ---- torchao 0.18: Float8Tensor ------------------------------------------------------------------
 
 
-def _torchao_quantise(
-    x: Tensor, dims: list[int], bounds: tuple[float, float] | None = None
+def torchao_quantise(
+    x: Tensor, dims: list[int], bounds: tuple[float | None, float | None] | None = None
 ) -> tuple[Tensor, Tensor]:
     """The scale is computed in the dtype of ``x`` and converted to float32 afterwards."""
     amax = x.view(x.shape).abs().amax(dim=dims, keepdim=True)
@@ -36,7 +36,7 @@ def _torchao_quantise(
 
 def torchao_row(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
     """``Float8DynamicActivationFloat8WeightConfig(granularity=PerRow())``; s: [N, 1]."""
-    q, scale = _torchao_quantise(x, [x.dim() - 1])
+    q, scale = torchao_quantise(x, [x.dim() - 1])
     scale = scale.unsqueeze(-1).reshape(-1, 1)
     out = torch._scaled_mm(
         q.reshape(-1, q.shape[-1]),
@@ -52,7 +52,7 @@ def torchao_row(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> 
 
 def torchao_row_bounds(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
     """The same with ``activation_value_lb=1e-4, activation_value_ub=50.0``."""
-    q, scale = _torchao_quantise(x, [x.dim() - 1], (1e-4, 50.0))
+    q, scale = torchao_quantise(x, [x.dim() - 1], (1e-4, 50.0))
     out = torch._scaled_mm(
         q.reshape(-1, q.shape[-1]),
         w.t(),
@@ -67,7 +67,7 @@ def torchao_row_bounds(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = No
 
 def torchao_tensor(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
     """``granularity=PerTensor()``; s: [1, 1]."""
-    q, scale = _torchao_quantise(x, list(range(x.dim())))
+    q, scale = torchao_quantise(x, list(range(x.dim())))
     out = torch._scaled_mm(
         q.reshape(-1, q.shape[-1]),
         w.t(),
@@ -83,14 +83,17 @@ def torchao_tensor(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) 
 # ---- compressed-tensors, run compressed by transformers 5 ----------------------------------------
 
 
-def compressed_tensors(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``CompressedTensorsFP8Linear``; s: [1, N]. A row of zeros is given the amax 1."""
-    flat = x.reshape(-1, x.shape[-1])
-    wide = flat.to(torch.float32)
+def without_zero_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Codes, and a scale without the last dim; a row of zeros is given the amax 1."""
+    wide = x.to(torch.float32)
     amax = wide.abs().amax(dim=-1)
-    amax = torch.where(amax > 0, amax, torch.ones_like(amax))
-    scale = amax / 448.0
-    q = torch.clamp(wide / scale.unsqueeze(-1), min=-448.0, max=448.0).to(E4)
+    scale = torch.where(amax > 0, amax, torch.ones_like(amax)) / 448.0
+    return torch.clamp(wide / scale.unsqueeze(-1), min=-448.0, max=448.0).to(E4), scale
+
+
+def compressed_tensors(x: Tensor, w: Tensor, s: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``CompressedTensorsFP8Linear``; s: [1, N]."""
+    q, scale = without_zero_rows(x.reshape(-1, x.shape[-1]))
     row = torch.nn.functional.ScalingType.RowWise
     out = torch.nn.functional.scaled_mm(
         q, w.t(), scale.unsqueeze(-1), row, s, row, bias=bias, output_dtype=x.dtype

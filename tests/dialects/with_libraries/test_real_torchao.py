@@ -14,6 +14,7 @@ from torch import nn
 torchao = pytest.importorskip("torchao")
 from torchao.quantization import (  # noqa: E402
     Float8DynamicActivationFloat8WeightConfig,
+    Float8StaticActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
     PerRow,
@@ -78,6 +79,19 @@ def test_compiled(name: str) -> None:
         got = torch.compile(model, backend="fp8pass")(x)
     for a, b in zip(got, wanted, strict=True):
         assert (a.float() - b.float()).norm() < 0.02 * b.float().norm()
+
+
+def test_static() -> None:
+    """Calibrated by observers. Each linear has a scale of its own: a norm is fused with one."""
+    model, x = quantised(Float8StaticActivationFloat8WeightConfig(step="prepare"), Block()), None
+    with torch.no_grad():
+        model(x := values(5, 64))
+    quantize_(model, Float8StaticActivationFloat8WeightConfig(step="convert"))
+    passed = Passed(captured(model, x))
+    fused = [site.key for site in passed.record.sites if site.status == "fused"]
+    assert fused == ["float8_e4m3fn/static/tensor"] * 2
+    assert [site.status for site in passed.sites("scaled_mm")] == ["lowered"] * 3
+    assert [site.status for site in passed.sites("quantize")] == ["left"]
 
 
 @pytest.mark.parametrize(
