@@ -126,14 +126,20 @@ class Run:
 
         bench = Workbench(bench_graph)
         reader = Reader(bench)
+        fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
+
+            def takes(draft: Draft) -> Verdict:
+                choice = choose(target, problem_of(draft, target), self.options)
+                return fuel.take() if choice.plan else choice.verdict
+
+            self.rewrites += reader.split_linears(takes)
             reader.read_producers()
             reader.read_quantises()
         if stage != "joint":
             reader.read_products()
         self.done("read", "fuse")
 
-        fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
             self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(RULES)
         self.done("fuse", "lower")

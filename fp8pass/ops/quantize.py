@@ -101,7 +101,8 @@ def quantize_with(
         q, scale = apply_scale(x, factor, form), factor.reciprocal()
     else:
         scale = dynamic_scale(x, form)
-        q = apply_scale(x, scale, form)
+        floored = form.floor == "divisor"
+        q = apply_scale(x, scale.clamp(min=form.floor_value) if floored else scale, form)
     laid_out = empty_scale(x, form)
     return q.contiguous(), laid_out.copy_(scale) if form.layout != "row" else scale
 

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from fp8pass.ops.forms import QuantForm
 from fp8pass.reasons import Verdict, no
 from fp8pass.spellings.quantize import QuantMatch
 from fp8pass.spellings.walk import is_call
@@ -50,9 +51,30 @@ class ProductMatch:
     use_fast_accum: bool
 
 
+@dataclass(frozen=True, slots=True)
+class LinearMatch:
+    """Quantise and product in one call.
+
+    Attributes:
+        x: the values ``[..., K]`` that are quantised as ``form`` says.
+        weight: codes ``[N, K]``.
+        scale_b: one element, or one for each block of the weight, oriented as it is.
+        act_key, weight_key: see :class:`fp8pass.quant_key.QuantKey`.
+    """
+
+    root: fx.Node
+    x: fx.Node
+    form: QuantForm
+    weight: fx.Node
+    scale_b: fx.Node
+    act_key: str
+    weight_key: str
+
+
 Arguments = dict[str, Any]
+Match = QuantMatch | ProductMatch | LinearMatch
 #: What the node computes, or why it is not read.
-Read = Callable[[fx.Node, Arguments], "QuantMatch | ProductMatch | str"]
+Read = Callable[[fx.Node, Arguments], Match | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +84,7 @@ class LibraryOp:
     Attributes:
         name: a regular expression for ``namespace::name`` of the schema, or for ``triton:name`` of
             the kernel that a launch runs.
-        kind: ``quantize`` or ``scaled_mm``: what the report calls the site.
+        kind: ``quantize`` or ``scaled_mm``: what the report calls the site; ``linear``: both.
         known: names of the arguments whose meaning is known, None where that does not matter.
         read: reads a call.
         tested: where its meaning was taken from, and with which version.
@@ -131,7 +153,7 @@ def arguments_of(node: fx.Node) -> Arguments:
     return bound
 
 
-def match_library_op(node: fx.Node) -> QuantMatch | ProductMatch | Verdict:
+def match_library_op(node: fx.Node) -> Match | Verdict:
     """Read a call that :func:`library_op` knows, or say why not (FP8-R010)."""
     op = library_op(node)
     assert op is not None
@@ -141,7 +163,7 @@ def match_library_op(node: fx.Node) -> QuantMatch | ProductMatch | Verdict:
     return found
 
 
-def _read(op: LibraryOp, node: fx.Node) -> QuantMatch | ProductMatch | str:
+def _read(op: LibraryOp, node: fx.Node) -> Match | str:
     if not isinstance(node.target, torch._ops.OpOverload):
         return op.read(node, {})
     schema = node.target._schema

@@ -42,7 +42,7 @@ def test_fbgemm(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block_size", [(128, 128), None], ids=str)
 def test_finegrained(block_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Left, with a reason for each product."""
+    """One scale per weight: taken apart, fused, lowered. Blocks: left, with a reason for each."""
     ops = finegrained()
 
     def matmul(A: Any, B: Any, Bs: Any, size: Any, dtype: Any, activation_scale: Any) -> Any:
@@ -62,4 +62,10 @@ def test_finegrained(block_size: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model.requires_grad_(False)
     found = fp8pass.graphs_for(model, torch.randn(2, 3, 128).bfloat16(), target="sm90")
     products = [site for site in found.report.sites if site.kind == "scaled_mm"]
-    assert [(site.status, site.code) for site in products] == [("left", "FP8-R010")] * 3
+    fused = [site for site in found.report.sites if site.status == "fused"]
+    if block_size is None:
+        assert [site.status for site in products] == ["lowered"] * 3
+        assert {site.kind for site in fused} == {"norm", "activation"}
+    else:
+        assert [(site.status, site.code) for site in products] == [("left", "FP8-R010")] * 3
+        assert not fused
