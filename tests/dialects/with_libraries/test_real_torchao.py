@@ -67,11 +67,15 @@ def test_products_are_lowered(name: str, dynamic: bool) -> None:
     assert [site.status for site in sites] == ["lowered"] * 3
 
 
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("name", ["torchao_row", "torchao_tensor"])
-def test_compiled(name: str) -> None:
+def test_compiled(name: str, device: str) -> None:
     """Compiled with fp8pass: as near to eager as a bf16 model is to itself."""
-    model = quantised(CONFIGS[name](), Block(bias=True))
-    x = values(2, 3, 64)
+    model = quantised(CONFIGS[name](), Block(bias=True).to(device))
+    x = values(2, 3, 64).to(device)
     x[0] = x[1]
     with torch.no_grad():
         wanted = model(x)
