@@ -250,11 +250,6 @@ def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
     return _unclamped(cast)
 
 
-def amax_of(node: Any) -> tuple[fx.Node, str] | None:
-    """``(x, granularity)`` for ``amax(|x|)`` over everything, or over the last dim it keeps."""
-    return _amax(node)
-
-
 def divided(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """``(x, scale)`` for ``x / scale``."""
     found = _applied(node)

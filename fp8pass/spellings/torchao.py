@@ -20,14 +20,16 @@ from torch import fx
 
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.spellings.library_ops import Arguments, LibraryOp
-from fp8pass.spellings.quantize import QuantMatch, amax_of, divided, unclamped
+from fp8pass.spellings.quantize import QuantMatch, divided, unclamped
 from fp8pass.spellings.walk import (
     VIEWS,
+    argument,
     aten,
     cast_to,
     contiguous,
     dtype_of,
     is_call,
+    is_last_dim,
     one_element,
     peel_widening,
     same_shape,
@@ -94,6 +96,20 @@ def _bounds(node: Any, narrow: torch.dtype) -> tuple[Any, float | None, float | 
     return (amax, lower, upper) if dtype_of(amax) == narrow else (node, None, None)
 
 
+def _amax(node: Any) -> tuple[Any, str] | None:
+    """``(x, granularity)`` of ``amax(|x|)`` that keeps its dims: the last one, or all of them."""
+    if not is_call(node, aten.amax.default) or argument(node, 2, "keepdim", False) is not True:
+        return None
+    magnitude, dims = peel_widening(node.args[0]), argument(node, 1, "dim", [])
+    value = tensor(node.args[0])
+    if value is None or value.dim() == 0 or not is_call(magnitude, aten.abs.default):
+        return None
+    if is_last_dim(node.args[0], dims):
+        return magnitude.args[0], "token"
+    every = isinstance(dims, (list, tuple)) and len({d % value.dim() for d in dims}) == value.dim()
+    return (magnitude.args[0], "tensor") if every else None
+
+
 def _constant(node: Any, op: Any) -> float | None:
     return scalar(node.args[1]) if is_call(node, op) and len(node.args) == 2 else None
 
@@ -126,7 +142,7 @@ def match_float8_tensor(root: fx.Node) -> QuantMatch | None:
         return None
     qmax = scalar(inner.args[1])
     amax, lower, upper = _bounds(inner.args[0], narrow)
-    found = amax_of(amax)
+    found = _amax(amax)
     if qmax is None or qmax <= 0 or inner.kwargs or found is None or dtype_of(amax) != narrow:
         return None
     if _in_its_own_shape(peel_widening(found[0])) is not x or clamp[1] != -clamp[2]:
