@@ -107,12 +107,20 @@ def test_refused() -> None:
     assert "contiguous" in refused(transposed, values(64, 5), w, s)
 
 
-def test_blocks_are_left_while_no_kernel_takes_them() -> None:
+def test_blocks() -> None:
+    """Taken apart if a kernel takes such blocks, else left with that reason."""
+
     def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
         return OPS.w8a8_block_dynamic_fp8_matmul(x, w, s, [128, 128], x.dtype)
 
-    message = refused(fn, values(5, 256), codes(128, 256), torch.rand(1, 2))
-    assert "no kernel takes this site" in message
-    assert "its scales have the shape" in refused(
-        fn, values(5, 256), codes(128, 256), torch.rand(2, 1)
-    )
+    given = values(5, 256), codes(128, 256), torch.rand(1, 2) + 0.1
+    passed = Passed(trace(fn, *given))
+    (site,) = passed.sites("scaled_mm")
+    if site.status == "left":
+        assert "no kernel takes this site" in refused(fn, *given)
+    else:
+        assert site.key == "float8_e4m3fn/dynamic/group1x128 x float8_e4m3fn/static/group128x128"
+        for a, b in zip(run(passed.fused, *given), run(passed.before, *given), strict=True):
+            torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-4)
+    message = refused(fn, values(5, 256), codes(128, 256), torch.rand(2, 1))
+    assert "its scales have the shape" in message
