@@ -2,6 +2,7 @@
 #
 #   make demo     a real model in FP8, compiled with and without fp8pass, side by side
 #   make test     linters, types and the whole test suite
+#   make dialects tests with the real torchao, compressed-tensors and transformers
 #
 # Variables: PYTHON (an interpreter, 3.11 or newer), VENV (folder), TORCH (version of torch),
 # TORCH_INDEX (where to look for a CPU build of it; empty: pip's own index), DEMO_ARGS, PYTEST_ARGS.
@@ -20,7 +21,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint format bench build clean
+.PHONY: help venv demo test dialects lint format bench build clean
 
 help:  ## this list
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
@@ -38,6 +39,10 @@ demo: $(STAMP)  ## SmolLM2-135M: bf16, FP8 under stock Inductor, FP8 under fp8pa
 # pytest comes last, so that the output ends with its summary.
 test: lint  ## linters, types, tests
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+dialects: $(STAMP)  ## tests with the real quantisation libraries (docs/dialects.md)
+	$(BIN)/python -m pip install -c requirements/constraints.txt -e ".[dialects,dev]"
+	$(BIN)/python -m pytest tests/dialects/with_libraries $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

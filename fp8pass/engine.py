@@ -77,7 +77,8 @@ def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:
     devices = set()
     for node in anchors(graph):
         value = val(node)
-        value = value[0] if isinstance(value, (tuple, list)) else value
+        value = list(value.values()) if isinstance(value, dict) else value
+        value = value[0] if isinstance(value, (tuple, list)) and value else value
         if isinstance(value, torch.Tensor):
             devices.add(value.device)
     types = sorted({device.type for device in devices})
@@ -126,14 +127,20 @@ class Run:
 
         bench = Workbench(bench_graph)
         reader = Reader(bench)
+        fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
+
+            def takes(draft: Draft) -> Verdict:
+                choice = choose(target, problem_of(draft, target), self.options)
+                return fuel.take() if choice.plan else choice.verdict
+
+            self.rewrites += reader.split_linears(takes)
             reader.read_producers()
             reader.read_quantises()
         if stage != "joint":
             reader.read_products()
         self.done("read", "fuse")
 
-        fuel = Fuel(self.options.fuel, self.spent)
         if stage != "post":
             self.rewrites += RuleEngine(bench, reader.drafts, fuel).run(rules())
         self.done("fuse", "lower")

@@ -90,6 +90,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the product {node} multiplies activations that are not quantised by an fp8 weight (W8A16)",
         "nothing to do: the code generator fuses what makes the weight wide with the work around",
     ),
+    Reason(
+        "FP8-R010",
+        "an operator of a quantisation library that was not read",
+        "the operator {op} at {node} is not read: {why}",
+        "docs/dialects.md says which operators of which libraries are read",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

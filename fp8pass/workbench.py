@@ -19,6 +19,7 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
+from fp8pass.spellings.library_ops import may_be_merged
 from fp8pass.spellings.walk import aten, prims
 from fp8pass.strides import contiguous_strides
 
@@ -274,6 +275,9 @@ _MERGED = frozenset(
         aten.maximum.default,
         aten.var.correction,
         aten.var_mean.correction,
+        aten.full.default,
+        aten.gt.Scalar,
+        aten.where.self,
         aten.neg.default,
         aten.exp.default,
         aten.sigmoid.default,
@@ -303,9 +307,14 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
     stack = list(anchors)
     while stack:
         node = stack.pop()
-        if node not in cone and node.op == "call_function" and node.target in _MERGED:
-            cone.add(node)
-            stack.extend(node.all_input_nodes)
+        if node in cone or node.op != "call_function":
+            continue
+        if may_be_merged(node):
+            cone.update(user for user in node.users if user.target is operator.getitem)
+        elif node.target not in _MERGED:
+            continue
+        cone.add(node)
+        stack.extend(node.all_input_nodes)
     returned = _returned(graph)
     seen: dict[Any, fx.Node] = {}
     merged = 0

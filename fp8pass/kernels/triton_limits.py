@@ -36,7 +36,9 @@ def _why_not_quant(form: QuantForm) -> str | None:
         return f"codes of {form.dtype}: the GPU's casts make {CODES[0]} and {CODES[1]}"
     if form.static and form.granularity != "tensor":
         return f"a given scale per {form.granularity}"
-    if not form.plain or form.group or form.scale == "inverse" or form.floor.endswith("_add"):
+    if not form.plain or form.group or form.scale == "inverse":
+        return f"the form {form}"
+    if form.floor not in ("none", "scale", "amax"):
         return f"the form {form}"
     if form.scale == "div" and form.qmax == 0.0:
         return "a division by the constant 0"

@@ -169,7 +169,8 @@ def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Opti
 
     A site that was read from aten and goes to Inductor goes back to the nodes it was read from:
     they are that code, with every rounding where it was, and the quantises of its other readers
-    were merged into this one.
+    were merged into this one. What was emitted by the model, or read from an operator of a library,
+    is written out.
     """
     node = fused_node(draft)
     choice = choose_producer(target, problem_of_producer(node), options)
@@ -183,8 +184,13 @@ def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Opti
     draft.kernel = INDUCTOR
     bench.undo(draft.swaps)
     for part in (draft, draft.readers_of):
-        if part is not None and part.source == "fp8pass":
-            write_out(bench, part)
+        if part is None or part.source == "aten":
+            continue
+        if part.source != "fp8pass":  # a library's call is opaque to Inductor: not that again
+            for swap in part.swaps:
+                bench.swap(swap.old, swap.new)
+        if not write_out(bench, part) and part.source != "fp8pass":
+            bench.undo(part.swaps)
 
 
 def inductor_patches(target: Target, options: Options) -> dict[str, Any]:

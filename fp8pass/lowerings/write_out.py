@@ -12,18 +12,18 @@ from fp8pass.site_draft import Draft
 from fp8pass.workbench import Workbench
 
 
-def write_out(bench: Workbench, draft: Draft) -> None:
+def write_out(bench: Workbench, draft: Draft) -> bool:
     """Write an operator that the model emitted itself out as aten, from its reference.
 
     Left as it is where that is not possible (it is correct, only slower): symbolic sizes that the
-    reference asks for, or a product, which has kernels of its own.
+    reference asks for, or a product, which has kernels of its own. Returns whether it was written.
     """
     node = draft.node
     if draft.kind == "scaled_mm":
-        return
+        return False
     traced = _trace(bench, node)
     if traced is None:
-        return
+        return False
     inputs = [arg for arg in node.args if isinstance(arg, fx.Node)]
     holders = [n for n in traced.graph.nodes if n.op == "placeholder"]
     mapping: dict[fx.Node, fx.Node] = dict(zip(holders, inputs, strict=True))
@@ -33,6 +33,7 @@ def write_out(bench: Workbench, draft: Draft) -> None:
     for output, result in zip(draft.outputs.values(), results, strict=True):
         assert isinstance(result, fx.Node)
         draft.swaps.append(bench.swap(output, result))
+    return True
 
 
 def _trace(bench: Workbench, node: fx.Node) -> torch.fx.GraphModule | None:

@@ -40,7 +40,9 @@ class QuantForm:
         scale: ``given`` (static) or one of the three expressions above.
         qmax: the constant of that expression; for ``mul`` the factor itself.
         floor: ``none``; ``scale`` or ``amax`` (that is clamped from below by ``floor_value``);
-            ``scale_add`` or ``amax_add`` (``floor_value`` is added to it).
+            ``scale_add`` or ``amax_add`` (``floor_value`` is added to it); ``amax_zero``
+            (``floor_value`` takes the place of an ``amax`` that is not above zero); ``divisor``
+            (values are divided by ``max(scale, floor_value)``, the scale itself has no floor).
         floor_value: that number.
         apply: ``div``, ``mul_recip`` (multiply by the reciprocal of the scale) or ``mul_inverse``.
         lo, hi: the clamp before the cast.
@@ -69,7 +71,15 @@ class QuantForm:
 
     GRANULARITIES: ClassVar = ("tensor", "token", "group<n>")
     SCALES: ClassVar = ("given", "div", "mul", "inverse")
-    FLOORS: ClassVar = ("none", "scale", "amax", "scale_add", "amax_add")
+    FLOORS: ClassVar = (
+        "none",
+        "scale",
+        "amax",
+        "scale_add",
+        "amax_add",
+        "amax_zero",
+        "divisor",
+    )
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
     POWERS: ClassVar = ("none", "ceil", "floor")
     LAYOUTS: ClassVar = ("row", "col", "tma")

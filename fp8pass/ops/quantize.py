@@ -50,6 +50,8 @@ def _bounded_amax(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
         amax = amax.clamp(min=form.floor_value)
     elif form.floor == "amax_add":
         amax = amax + form.floor_value
+    elif form.floor == "amax_zero":
+        amax = torch.where(amax > 0, amax, form.floor_value)
     return amax
 
 
@@ -99,7 +101,8 @@ def quantize_with(
         q, scale = apply_scale(x, factor, form), factor.reciprocal()
     else:
         scale = dynamic_scale(x, form)
-        q = apply_scale(x, scale, form)
+        floored = form.floor == "divisor"
+        q = apply_scale(x, scale.clamp(min=form.floor_value) if floored else scale, form)
     laid_out = empty_scale(x, form)
     return q.contiguous(), laid_out.copy_(scale) if form.layout != "row" else scale
 

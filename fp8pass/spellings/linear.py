@@ -24,7 +24,7 @@ from fp8pass.spellings.dequantised import (
     weight_only,
 )
 from fp8pass.spellings.operands import Operand
-from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
+from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast
 from fp8pass.spellings.walk import (
     argument,
     aten,
@@ -122,7 +122,9 @@ def quantise_form(codes: Any) -> QuantForm | None:
         return QuantForm.parse(form)
     if not is_fp8_cast(producer):
         return None
-    found = match_quantize(producer)
+    from fp8pass.spellings.any_quantize import match_any_quantize
+
+    found = match_any_quantize(producer)
     return found.form if isinstance(found, QuantMatch) else None
 
 

@@ -375,6 +375,17 @@ def _dequant_of(factor: Any) -> fx.Node | None:
     return None
 
 
+def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
+    """``(value, lo, hi)``: what a saturating cast quantises, with its bounds (for dialects)."""
+    return _unclamped(cast)
+
+
+def divided(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """``(x, scale)`` for ``x / scale``."""
+    found = _applied(node)
+    return found[:2] if found is not None and found[2] == "div" else None
+
+
 def match_quantize(root: fx.Node) -> QuantMatch | Verdict:
     """Read the quantise that ends in ``root`` (:func:`is_quantise_cast`), or why not (FP8-R001).
 

@@ -12,6 +12,7 @@ Operators of ``fp8pass::`` that the model emitted itself are taken as they are.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -21,14 +22,22 @@ from torch import fx
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.ops.library import generic
 from fp8pass.quant_key import FP8_DTYPES
-from fp8pass.reasons import Verdict, no
+from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
+from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
 from fp8pass.spellings.dequantised import INT_MM, DequantisedMatch
+from fp8pass.spellings.library_ops import (
+    LibraryOp,
+    LinearMatch,
+    ProductMatch,
+    library_op,
+    match_library_op,
+)
 from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.put_product import put_dequantised
-from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast, match_quantize
+from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings
 from fp8pass.spellings.walk import (
     VIEWS,
@@ -55,7 +64,7 @@ def anchors(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and (
-            is_quantise_cast(node) or is_scaled_mm(node) or _is_ours(node)
+            is_quantise_cast(node) or is_scaled_mm(node) or _is_ours(node) or library_op(node)
         ):
             found.append(node)
     return found
@@ -114,6 +123,9 @@ class Reader:
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.quantize.default):
                 self._take_native(node)
+            elif (library := library_op(node)) is not None:
+                if library.kind == "quantize":
+                    self._read_library(node, library)
             elif node.op == "call_function" and is_quantise_cast(node):
                 found = match_quantize(node)
                 if isinstance(found, Verdict):
@@ -128,6 +140,9 @@ class Reader:
         for node in list(self.bench.graph.nodes):
             if is_call(node, _ops.scaled_mm.default):
                 self._take_native(node)
+            elif (library := library_op(node)) is not None:
+                if library.kind == "scaled_mm":
+                    self._read_library(node, library)
             elif is_scaled_mm(node):
                 found = match_product(node)
                 if isinstance(found, Verdict):
@@ -152,6 +167,90 @@ class Reader:
                     "scaled_mm", node, _ops.scaled_mm.default, args, "", name="out"
                 )
                 draft.key = f"{found.act_key} x {found.weight_key}"
+
+    def split_linears(self, takes: Callable[[Draft], Verdict]) -> int:
+        """Take library calls that quantise and multiply apart; returns how many.
+
+        Only where ``takes`` says that a kernel takes the product: what is put in place stays, so
+        that it crosses to a later hook as if the model had emitted it.
+        """
+        made = 0
+        shared: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]] = {}
+        for node in list(self.bench.graph.nodes):
+            library = library_op(node)
+            if library is None or library.kind != "linear":
+                continue
+            found = match_library_op(node)
+            if isinstance(found, LinearMatch):
+                found = self._split(found, takes, shared)
+            if isinstance(found, Verdict) and not found:
+                self.unread.append(("scaled_mm", node, found))
+            else:
+                made += 1
+        return made
+
+    def _split(
+        self,
+        found: LinearMatch,
+        takes: Callable[[Draft], Verdict],
+        shared: dict[tuple[fx.Node, str], tuple[fx.Node, fx.Node]],
+    ) -> Verdict:
+        """Put a quantise (one for all that read the same value) and a product in place of one."""
+        bench, root = self.bench, found.root
+        x, out, key = val(found.x), val(root), (found.x, str(found.form))
+        last = root.prev
+        with bench.graph.inserting_before(root):
+            q, scale = shared.get(key) or self._quantised(found)
+            b = bench.call(aten.permute.default, (found.weight, [1, 0]), root)
+            scale_b = found.scale_b
+            if val(scale_b).dim() == 2:
+                scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+            keys = (found.act_key, found.weight_key, False, None, "")
+            args = (q, b, scale, scale_b, None, out.dtype, *keys)
+            product = bench.call(_ops.scaled_mm.default, args, root)
+            result = product
+            if x.dim() != 2:
+                sizes = [self._size(found.x, i) for i in range(x.dim() - 1)]
+                result = bench.call(aten.reshape.default, (product, [*sizes, out.shape[-1]]), root)
+        verdict = takes(Draft("scaled_mm", "scaled product", product, {}, [], root.name, ""))
+        if not verdict:
+            while root.prev is not last:
+                bench.graph.erase_node(root.prev)
+            why = f"it quantises and multiplies in one call, and {verdict.message}"
+            return no("FP8-R010", op=str(root.target), node=root.name, why=why)
+        shared[key] = q, scale
+        bench.swap(root, result)
+        return YES
+
+    def _quantised(self, found: LinearMatch) -> tuple[fx.Node, fx.Node]:
+        """Codes and scale of what a library's linear quantises, both as matrices."""
+        bench, root, x = self.bench, found.root, val(found.x)
+        made = bench.call(_ops.quantize.default, (found.x, None, str(found.form)), root)
+        q, scale = bench.items(made, root)
+        if x.dim() != 2:
+            q = bench.call(aten.reshape.default, (q, [-1, val(found.weight).shape[1]]), root)
+            scale = bench.call(aten.reshape.default, (scale, [-1, val(scale).shape[-1]]), root)
+        return q, scale
+
+    def _size(self, node: fx.Node, dim: int) -> Any:
+        """A size for an argument: a number, or the node of a symbolic one."""
+        size = val(node).shape[dim]
+        if type(size) is int:
+            return size
+        return self.bench.call(aten.sym_size.int, (node, dim), node, size)
+
+    def _read_library(self, node: fx.Node, library: LibraryOp) -> None:
+        """An operator of a quantisation library."""
+        found = match_library_op(node)
+        if isinstance(found, Verdict):
+            self.unread.append((library.kind, node, found))
+        elif isinstance(found, ProductMatch):
+            self._put_library_product(found)
+        elif isinstance(found, QuantMatch):
+            self._put_quantise(found)
+        if not isinstance(found, Verdict):
+            latest = next(reversed(self.drafts.values()))
+            latest.source = str(node.target).partition(".")[0]
 
     # ---- putting generic operators in ----------------------------------------------------------
 
@@ -226,6 +325,23 @@ class Reader:
         draft = self._draft(node, found.root, {"out": node}, str(found.form))
         draft.key = f"{node.args[6]} x {node.args[7]}"
         draft.swaps.append(self.bench.swap(found.root, result))
+
+    def _put_library_product(self, found: ProductMatch) -> None:
+        """The generic product of a library's, whose weight is ``[N, K]`` and scales may be 1-D."""
+        bench, root = self.bench, found.root
+        with bench.graph.inserting_before(root):
+            b = bench.call(aten.permute.default, (found.weight, [1, 0]), root)
+            scale_a, scale_b = found.scale_a, found.scale_b
+            if val(scale_a).dim() == 1:
+                scale_a = bench.call(aten.unsqueeze.default, (scale_a, -1), root)
+            if val(scale_b).dim() == 1:
+                scale_b = bench.call(aten.unsqueeze.default, (scale_b, 0), root)
+            elif not same(val(scale_b).shape[0], 1):
+                scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+        keys = (found.act_key, found.weight_key, found.use_fast_accum, None, "")
+        args = (found.a, b, scale_a, scale_b, found.bias, found.out_dtype, *keys)
+        draft = self._put_single("scaled_mm", root, _ops.scaled_mm.default, args, "", name="out")
+        draft.key = f"{found.act_key} x {found.weight_key}"
 
     def _put_quantise(self, found: QuantMatch) -> None:
         now = self._scales.get

@@ -1,0 +1,108 @@
+"""torchao's own tensors, quantised through ``quantize_``, on a CPU."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from captured import Block, calls, captured
+from graphs import Passed, trace, values
+from spelled import LINEARS
+from torch import nn
+
+torchao = pytest.importorskip("torchao")
+from torchao.quantization import (  # noqa: E402
+    Float8DynamicActivationFloat8WeightConfig,
+    Float8StaticActivationFloat8WeightConfig,
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    PerRow,
+    PerTensor,
+    quantize_,
+)
+
+import fp8pass  # noqa: E402
+
+CONFIGS: dict[str, Any] = {
+    "torchao_row": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerRow()),
+    "torchao_tensor": lambda: Float8DynamicActivationFloat8WeightConfig(granularity=PerTensor()),
+    "torchao_row_bounds": lambda: Float8DynamicActivationFloat8WeightConfig(
+        granularity=PerRow(), activation_value_lb=1e-4, activation_value_ub=50.0
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def any_hardware(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torchao asks for an H100 before it quantises; what it writes is the same on a CPU."""
+    monkeypatch.setattr("torchao.quantization.quant_api._check_hardware_support", lambda _: None)
+
+
+def quantised(config: Any, model: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.1)
+    quantize_(model, config)
+    return model.eval()
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("bias", [False, True])
+def test_our_spelling_is_theirs(name: str, bias: bool) -> None:
+    """The copy that the ordinary tests use gives the graph that the library gives."""
+    model = quantised(CONFIGS[name](), nn.Linear(64, 48, bias=bias, dtype=torch.bfloat16))
+    x = values(2, 3, 64)
+    weight: Any = model.weight
+    plain = [weight.qdata, weight.scale, *([model.bias.detach()] if bias else [])]
+    ours = trace(LINEARS[name][0], x, *plain)
+    assert sorted(calls(captured(model, x))) == sorted(calls(ours))
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_products_are_lowered(name: str, dynamic: bool) -> None:
+    graph = captured(quantised(CONFIGS[name](), Block(bias=True)), values(5, 64), dynamic=dynamic)
+    sites = Passed(graph).sites("scaled_mm")
+    assert [site.status for site in sites] == ["lowered"] * 3
+
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["torchao_row", "torchao_tensor"])
+def test_compiled(name: str, device: str) -> None:
+    """Compiled with fp8pass: as near to eager as a bf16 model is to itself."""
+    model = quantised(CONFIGS[name](), Block(bias=True).to(device))
+    x = values(2, 3, 64).to(device)
+    x[0] = x[1]
+    with torch.no_grad():
+        wanted = model(x)
+        torch._dynamo.reset()
+        got = torch.compile(model, backend="fp8pass")(x)
+    for a, b in zip(got, wanted, strict=True):
+        assert (a.float() - b.float()).norm() < 0.02 * b.float().norm()
+
+
+def test_static() -> None:
+    """Calibrated by observers. Each linear has a scale of its own: a norm is fused with one."""
+    model, x = quantised(Float8StaticActivationFloat8WeightConfig(step="prepare"), Block()), None
+    with torch.no_grad():
+        model(x := values(5, 64))
+    quantize_(model, Float8StaticActivationFloat8WeightConfig(step="convert"))
+    passed = Passed(captured(model, x))
+    fused = [site.key for site in passed.record.sites if site.status == "fused"]
+    assert fused == ["float8_e4m3fn/static/tensor"] * 2
+    assert [site.status for site in passed.sites("scaled_mm")] == ["lowered"] * 3
+    assert [site.status for site in passed.sites("quantize")] == ["left"]
+
+
+@pytest.mark.parametrize(
+    "config", [Float8WeightOnlyConfig, Int8DynamicActivationInt8WeightConfig], ids=str
+)
+def test_left_as_they_are(config: Any) -> None:
+    """Weight-only FP8 and INT8: nothing is rewritten, nothing fails."""
+    model = quantised(config(), Block())
+    report = fp8pass.explain(model, values(5, 64))
+    assert not [site for graph in report.graphs for site in graph.sites if site.status == "fused"]
