@@ -401,9 +401,10 @@ def _belongs(scale: Any, codes: Any) -> bool:
         and made.target is source.target
     ):
         return isinstance(made.args[0], fx.Node)
-    from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast, match_quantize
+    from fp8pass.spellings.any_quantize import match_any_quantize
+    from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast
 
     if not is_fp8_cast(made):
         return False
-    found = match_quantize(made)
+    found = match_any_quantize(made)
     return isinstance(found, QuantMatch) and found.scale is source
