@@ -148,9 +148,9 @@ def count(model: nn.Module, inputs: tuple[Any, ...], granularity: str) -> Counte
             pair = found.setdefault(key, Pair(kind, source.path or path.rpartition(".")[0]))
             pair.consumers.append(path)
             before, after = source.value.shape[-1], args[0].shape[-1]
-            if granularity == "token" and before != after:
+            if granularity in ("token", "group") and before != after:
                 pair.reason = (f"a view from rows of {before} to rows of {after} stands between "
-                               "it and the per-token quantise")  # fmt: skip
+                               f"it and the per-{granularity} quantise")  # fmt: skip
 
         return hook
 

@@ -16,10 +16,10 @@ from torch import nn
 
 from fp8pass.errors import OptionError, UnsupportedError, choices
 
-#: Sizes under the names that most configurations share.
+#: Sizes under the names that most configurations share; widths hold two or three groups of 128.
 _SIZES: dict[str, Any] = {
-    "hidden_size": 128,
-    "intermediate_size": 256,
+    "hidden_size": 256,
+    "intermediate_size": 384,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -108,39 +108,39 @@ _MOE: dict[str, Any] = {
     "num_local_experts": 4,
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
-    "moe_intermediate_size": 128,
+    "moe_intermediate_size": 256,
 }
 
 _ALL = (
     Family("llama", "Llama"),
-    Family("qwen3", "Qwen3", {"head_dim": 32}),
-    Family("mistral", "Mistral", {"head_dim": 32, "sliding_window": 8}),
+    Family("qwen3", "Qwen3", {"head_dim": 64}),
+    Family("mistral", "Mistral", {"head_dim": 64, "sliding_window": 8}),
     Family(
-        "gemma3", "Gemma3", {"head_dim": 32, "sliding_window": 8}, "text model; weight 1 + w",
+        "gemma3", "Gemma3", {"head_dim": 64, "sliding_window": 8}, "text model; weight 1 + w",
         config_class="Gemma3TextConfig",
     ),
     Family(
         "qwen3-next", "Qwen3Next",
-        {**_MOE, "head_dim": 32, "shared_expert_intermediate_size": 128,
-         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 32,
-         "linear_value_head_dim": 32, "layer_types": ["linear_attention", "full_attention"]},
+        {**_MOE, "head_dim": 64, "shared_expert_intermediate_size": 256,
+         "linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 64,
+         "linear_value_head_dim": 64, "layer_types": ["linear_attention", "full_attention"]},
         "experts are packed parameters, not linears",
     ),
     Family("olmo2", "Olmo2", note="the norm comes after the block"),
     Family(
-        "gpt-oss", "GptOss", {**_MOE, "head_dim": 32, "sliding_window": 8},
+        "gpt-oss", "GptOss", {**_MOE, "head_dim": 64, "sliding_window": 8},
         "experts and router are parameters, not linears",
     ),
     Family("phi3", "Phi3", note="packed qkv and gate_up"),
     Family("granite", "Granite"),
     Family(
         "deepseek-v3", "DeepseekV3",
-        {**_MOE, "num_key_value_heads": 4, "q_lora_rank": 128, "kv_lora_rank": 128,
-         "qk_rope_head_dim": 8, "qk_nope_head_dim": 16, "v_head_dim": 32, "n_group": 2,
+        {**_MOE, "num_key_value_heads": 4, "q_lora_rank": 256, "kv_lora_rank": 256,
+         "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64, "n_group": 2,
          "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1},
         "experts are packed parameters, not linears",
     ),
-    Family("glm4", "Glm4", {"head_dim": 32}, "packed gate_up; norms before and after"),
+    Family("glm4", "Glm4", {"head_dim": 64}, "packed gate_up; norms before and after"),
     Family("starcoder2", "Starcoder2", {"sliding_window": None}, "LayerNorm and GELU"),
 )  # fmt: skip
 
