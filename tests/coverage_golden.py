@@ -1,7 +1,7 @@
 """The committed results of ``fp8pass coverage``: small enough to be read in a diff.
 
-    fp8pass coverage --recipe static --recipe dynamic --recipe dynamic_tensor --json out.json
-    python tests/coverage_golden.py out.json
+fp8pass coverage --recipe static --recipe dynamic --recipe dynamic_tensor --json out.json
+python tests/coverage_golden.py out.json
 """
 
 from __future__ import annotations

@@ -135,9 +135,9 @@ def _fill(result: Cell, counted: Counted, compared: _Compared) -> None:
     result.refusals = refusals(report)
     result.differing, result.graphs = compared.differing, compared.graphs
     for graph in report.graphs:
-        if graph.verdict is not None and not graph.verdict.ok:
-            if graph.verdict.code == "FP8-P003":
-                result.error = graph.verdict.message
+        verdict = graph.verdict
+        if verdict is not None and verdict.code == "FP8-P003":  # a step of the pass failed
+            result.error = verdict.message
 
 
 def _missing(pairs: list[Pair], report: Report) -> list[dict[str, Any]]:
@@ -148,11 +148,13 @@ def _missing(pairs: list[Pair], report: Report) -> list[dict[str, Any]]:
     done = {_path(s.where) for s in report.select(status="fused")}
     found = []
     for pair in pairs:
-        site = next((left[name] for name in pair.consumers if name in left), None)
-        if site is not None:
-            why = {"code": site.code, "message": _steady(site.message)}
-        elif pair.producer not in done and not any(c.rpartition(".")[0] in done or c in done
-                                                   for c in pair.consumers):  # fmt: skip
+        refused = next((left[name] for name in pair.consumers if name in left), None)
+        places = {pair.producer, *pair.consumers}
+        if pair.kind == "activation":  # its product with the other half belongs to their parent
+            places |= {name.rpartition(".")[0] for name in pair.consumers}
+        if refused is not None:
+            why = {"code": refused.code, "message": _steady(refused.message)}
+        elif not places & done:
             why = {"code": "", "message": "no site in the report"}
         else:
             continue

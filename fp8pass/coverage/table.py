@@ -26,6 +26,8 @@ recipe, and taken through Dynamo, AOTAutograd and fp8pass up to code generation,
 
 """
 
+#: What the rows of a table say, and the family and recipe that they were seen in.
+_Seen = tuple[tuple[str, ...], str, str]
 #: Reasons by which a site is left as it should be: it makes no pair with anything.
 _NO_PAIR = ("FP8-F001",)
 
@@ -48,7 +50,10 @@ def markdown(data: Mapping[str, Any], spellings: str = "") -> str:
     if not all(required.values()):
         parts.append("\n¹ shown, not yet held to the limits of the command.\n")
     parts += ["\n## Pairs that are not fused\n\n", *_missing(cells.values())]
-    parts += ["\n## What reads a norm or an activation and is no pair\n\n", *_others(cells.values())]
+    parts += [
+        "\n## What reads a norm or an activation and is no pair\n\n",
+        *_others(cells.values()),
+    ]
     parts += ["\n## Quantises without a producer\n\n", *_sources(cells.values())]
     return "".join(parts) + (f"\n{spellings}" if spellings else "")
 
@@ -69,7 +74,7 @@ def _text(cell: Mapping[str, Any] | None) -> str:
     return text if not cell["shortfall"] else f"**{text}**"
 
 
-def _grouped(rows: list[tuple[tuple[str, ...], str, str]]) -> list[str]:
+def _grouped(rows: list[_Seen]) -> list[str]:
     """(key, family, recipe) as table rows, one per key, with where it was seen."""
     seen: dict[tuple[str, ...], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for key, family, recipe in rows:
@@ -90,7 +95,7 @@ def _starred(path: str) -> str:
 
 
 def _missing(cells: Any) -> list[str]:
-    rows = []
+    rows: list[_Seen] = []
     for cell in cells:
         for pair in [*cell["missing"], *cell["not_fusible"]]:
             code = pair.get("code") or "—"
@@ -112,7 +117,7 @@ def _sources(cells: Any) -> list[str]:
 
 
 def _refused(cells: Any, wanted: Any, head: list[str]) -> list[str]:
-    rows = [
+    rows: list[_Seen] = [
         ((r["site"].removeprefix("model."), f"{r['code']} {r['message']}"),
          cell["family"], cell["recipe"])
         for cell in cells

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from coverage_golden import FILE, compact
 from torch import nn
 
-from coverage_golden import FILE, compact
 from fp8pass.coverage.count import count
 from fp8pass.coverage.recipes import RECIPES
 
@@ -103,6 +103,7 @@ def test_only_the_very_output_makes_a_pair(how: str, pairs: int) -> None:
 
 
 # ---- the table -----------------------------------------------------------------------------------
+
 
 @pytest.fixture(scope="module")
 def golden() -> dict[str, Any]:
