@@ -51,7 +51,7 @@ def markdown(data: Mapping[str, Any], spellings: str = "") -> str:
         parts.append("\n¹ shown, not yet held to the limits of the command.\n")
     parts += ["\n## Pairs that are not fused\n\n", *_missing(cells.values())]
     parts += [
-        "\n## What reads a norm or an activation and is no pair\n\n",
+        "\n## Norms and activations that feed no quantise\n\n",
         *_others(cells.values()),
     ]
     parts += ["\n## Quantises without a producer\n\n", *_sources(cells.values())]
