@@ -154,8 +154,8 @@ RECIPES: dict[str, CoverageRecipe] = {
         CoverageRecipe("static", _own("static"), "tensor"),
         CoverageRecipe("dynamic", _own("dynamic"), "token"),
         CoverageRecipe("dynamic_tensor", _own("dynamic_tensor"), "tensor"),
-        CoverageRecipe("group128", _replaced(GroupLinear), "group", required=False),
-        CoverageRecipe("int8_dynamic", _replaced(Int8Linear), "token", required=False),
+        CoverageRecipe("group128", _replaced(GroupLinear), "group"),
+        CoverageRecipe("int8_dynamic", _replaced(Int8Linear), "token"),
         CoverageRecipe("weight_only", _replaced(WeightOnlyLinear), "none", required=False),
     )
 }

@@ -147,6 +147,11 @@ def _scale(
         return None
     if views and not same(final.shape[-1], value.shape[-1]):
         return _split_blocks(scale, held, value, final, transposed)
+    # one per element, repeated in blocks: asked first, for a matrix of one row looks like a vector
+    if value.dim() == 2 and not views and same_shape(held, value):
+        spread = read_spread(scale)
+        if spread is not None and _fits(*spread, value):
+            return *spread, transposed
     # one per row of what is multiplied, or one per column
     if held.dim() == value.dim() and same(held.shape[-1], 1):
         rows = all(same(x, y) for x, y in zip(held.shape[:-1], value.shape[:-1], strict=True))
@@ -156,13 +161,7 @@ def _scale(
     alone = all(same(size, 1) for size in held.shape[:-1])
     if alone and held.dim() <= value.dim() and same(held.shape[-1], value.shape[-1]):
         return (scale, "vector", transposed) if transposed == (side == "a") else None
-    if value.dim() != 2 or views:
-        return None
-    spread = read_spread(scale)
-    if spread is None or not same_shape(held, value):
-        return None
-    base, group = spread
-    return (base, group, transposed) if _fits(base, group, value) else None
+    return None
 
 
 def _rank(node: fx.Node) -> int:
