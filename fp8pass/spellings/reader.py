@@ -38,7 +38,7 @@ from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.put_product import put_dequantised
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
-from fp8pass.spellings.registry import Producer, quantised_spellings, spellings
+from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
 from fp8pass.spellings.walk import (
     VIEWS,
     aten,
@@ -101,14 +101,13 @@ class Reader:
 
     def read_producers(self) -> None:
         """Norms and activations."""
-        known = spellings()
         for node in list(self.bench.graph.nodes):
             if node.op != "call_function":
                 continue
             if node.target in _PRODUCERS:
                 self._take_native(node)
                 continue
-            for spelling in known.get(node.target, ()):
+            for spelling in spellings_at(node):
                 found = spelling.match(node)
                 if found is not None:
                     self._put_producer(found)

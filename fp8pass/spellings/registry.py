@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import fx
 
 
@@ -48,7 +49,8 @@ class Spelling:
 
     Attributes:
         name: for messages.
-        anchors: overloads of the nodes at which ``match`` is tried.
+        anchors: overloads of the nodes at which ``match`` is tried; an operator of a library that
+            may not be there by its name, such as ``"acme::rms_norm"``.
         match: the reader; None if the node is not one.
         order: spellings of one anchor are tried in this order, then by name.
         quantised: instead of at anchors, it is tried at the value that a quantise reads.
@@ -59,6 +61,13 @@ class Spelling:
     match: Callable[[fx.Node], Producer | None]
     order: int = 100
     quantised: bool = False
+
+
+def spellings_at(node: fx.Node) -> tuple[Spelling, ...]:
+    """The spellings to try at a call."""
+    known, target = spellings(), node.target
+    name = target._schema.name if isinstance(target, torch._ops.OpOverload) else ""
+    return known.get(target) or known.get(name, ())
 
 
 @cache
