@@ -28,14 +28,18 @@ from graphs import (
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import distance
-from spell import ACTIVATIONS, NORMS, QUANTS, Quant
+from spell import ACTIVATIONS, LAYER_NORMS, MORE_QUANTS, NORMS, QUANTS, Quant
 from torch import fx
 
-from fp8pass.spellings.quantize import is_fp8_cast
+from fp8pass.spellings.quantize import is_quantise_cast
 
 Tensor = torch.Tensor
 H = 32
-TOKEN = ("token", "token_recip", "token_amax_floor")
+ALL_QUANTS: dict[str, tuple[Quant, str]] = {**QUANTS, **MORE_QUANTS}
+TOKEN = tuple(name for name, (_, form) in ALL_QUANTS.items() if "token,float32" in form)
+#: quantises whose codes and scale a product of e4m3fn takes
+MULTIPLIED = (*QUANTS, *(n for n in TOKEN if not n.startswith(("fnuz", "int8"))))
+GEMMS = ("scaled_mm", "bias", "dequantised", "dequantised_first")
 EXTRAS = ("value", "router", "float", "sum")
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
@@ -54,20 +58,24 @@ class Block:
     eps: float
     quants: tuple[tuple[str, int, str], ...]
     extras: tuple[str, ...]
-    product: bool
+    product: str
 
 
 blocks = st.builds(
     Block,
-    producer=st.sampled_from([*NORMS, *ACTIVATIONS]),
+    producer=st.sampled_from([*NORMS, *ACTIVATIONS, *(f"ln_{name}" for name in LAYER_NORMS)]),
     residual=st.booleans(),
     eps=st.sampled_from([1e-5, 1e-6, 3e-5]),
     quants=st.lists(
-        st.tuples(st.sampled_from(sorted(QUANTS)), st.integers(0, 1), st.sampled_from(list(VIEWS))),
+        st.tuples(
+            st.sampled_from([*sorted(QUANTS), *sorted(MORE_QUANTS)]),
+            st.integers(0, 1),
+            st.sampled_from(list(VIEWS)),
+        ),
         max_size=3,
     ).map(tuple),
     extras=st.lists(st.sampled_from(EXTRAS), max_size=2, unique=True).map(tuple),
-    product=st.booleans(),
+    product=st.sampled_from(["", *GEMMS]),
 )
 
 
@@ -94,15 +102,18 @@ class Model:
                 x = r
             if block.producer in NORMS:
                 y = NORMS[block.producer][0](x, w, block.eps)
+            elif block.producer.startswith("ln_"):
+                y = LAYER_NORMS[block.producer[3:]][0](x, w, w * 0.5, block.eps)
             else:
                 y = ACTIVATIONS[block.producer](x, r)
             for name, scale, view in block.quants:
-                quant: Quant = QUANTS[name][0]
+                quant: Quant = ALL_QUANTS[name][0]
                 seen = VIEWS[view](y)
                 made = quant(seen, (s0, s1)[scale])
                 outputs += made
-                if block.product and view != "half":
-                    outputs.append(self.product(name, made, (s0, s1)[scale], weight, sw))
+                if block.product and view != "half" and name in MULTIPLIED:
+                    given = (s0, s1)[scale]
+                    outputs.append(self.product(block.product, name, made, given, weight, sw, w))
             for extra in block.extras:
                 if extra == "value":
                     outputs.append(y)
@@ -116,15 +127,32 @@ class Model:
         return tuple(outputs) or (x,)
 
     def product(
-        self, name: str, made: tuple[Tensor, ...], s: Tensor, weight: Tensor, sw: Tensor
+        self,
+        spelling: str,
+        name: str,
+        made: tuple[Tensor, ...],
+        s: Tensor,
+        weight: Tensor,
+        sw: Tensor,
+        bias: Tensor,
     ) -> Tensor:
         scale = made[1] if len(made) > 1 else s
+        codes = made[0].reshape(-1, H)
         if name in TOKEN:
             scale, sw = scale.reshape(-1, 1), sw.expand(1, H).contiguous()
         else:
             scale = scale.reshape(())
+        if spelling.startswith("dequantised"):
+            wide = codes.float() @ weight.t().float()
+            wide = wide * scale * sw if spelling == "dequantised" else (sw * wide) * scale
+            return wide.to(torch.bfloat16)
         return torch._scaled_mm(
-            made[0].reshape(-1, H), weight.t(), scale, sw, out_dtype=torch.bfloat16
+            codes,
+            weight.t(),
+            scale,
+            sw,
+            bias=bias.bfloat16() if spelling == "bias" else None,
+            out_dtype=torch.bfloat16,
         )
 
 
@@ -137,13 +165,33 @@ models = st.builds(
 )
 
 
+_EPILOGUE = ("aten.view.default", "aten.mul.Tensor", "prims.convert_element_type.default")
+
+
+def is_product(node: Any) -> bool:
+    """A product of codes: ``_scaled_mm``, or ``mm`` of codes that were made wide."""
+    if "scaled_mm" in str(node.target):
+        return True
+    if str(node.target) != "aten.mm.default":
+        return False
+    source = node.args[0].args[0] if node.args[0].args else None
+    return isinstance(source, fx.Node) and source.meta["val"].dtype.itemsize == 1
+
+
 def from_products(module: fx.GraphModule) -> list[bool]:
     """For each output whether a scaled product made it; no output is computed from another one."""
     made = []
-    for node in module.graph.output_node().args[0]:
-        while isinstance(node, fx.Node) and str(node.target) in ("aten.view.default",):
-            node = node.args[0]
-        made.append("scaled_mm" in str(node.target))
+    for output in module.graph.output_node().args[0]:
+        waiting, seen = [output], 0
+        while waiting and seen < 12:
+            node, seen = waiting.pop(), seen + 1
+            if is_product(node):
+                break
+            if str(node.target) in _EPILOGUE and node.meta["val"].dtype.itemsize > 1:
+                waiting += node.all_input_nodes
+        else:
+            node = None
+        made.append(node is not None and is_product(node))
     return made
 
 
@@ -178,21 +226,19 @@ def check_record(passed: Passed, stage: str) -> None:
     left = len(passed.sites("quantize", "left"))
     # a quantise that no rule took stands in the fused graph as generic operator or as it came
     generic = calls(passed.fused, named("fp8pass.quantize.default"))
-    assert left == generic + calls(passed.fused, is_fp8_cast)
+    assert left == generic + calls(passed.fused, is_quantise_cast)
     # all that were there are there at the end: written out as aten, each once
     fused = len([s for s in passed.record.sites if s.status == "fused"])
     if passed.record.nodes_before != passed.record.nodes_after or fused:
-        assert fused + left == calls(passed.after, is_fp8_cast)
+        assert fused + left == calls(passed.after, is_quantise_cast)
     assert calls(passed.after, lambda n: "_quant.default" in str(n.target)) == 0
-    aten = calls(passed.after, named("aten._scaled_mm.default"))
+    ours = calls(passed.after, lambda n: "fp8pass.cpu_scaled_mm" in str(n.target))
+    remaining, received = (calls(m, is_product) for m in (passed.after, passed.before))
     if stage == "joint":
-        assert not passed.sites("scaled_mm") and aten == calls(
-            passed.before, named("aten._scaled_mm.default")
-        )
-    else:
-        ours = calls(passed.after, lambda n: "fp8pass.cpu_scaled_mm" in str(n.target))
-        assert len(passed.sites("scaled_mm", "lowered")) == ours
-        assert len(passed.sites("scaled_mm")) == ours + aten
+        assert not passed.sites("scaled_mm") and remaining == received
+    else:  # every product of the source is accounted for, and all of them have a kernel
+        assert len(passed.sites("scaled_mm", "lowered")) == ours == received == remaining
+        assert len(passed.sites("scaled_mm")) == received
     for site in passed.record.sites:
         assert site.code or site.status != "left", site
         assert site.kernel or site.status == "left", site
@@ -268,7 +314,8 @@ class InFloat64(fx.Interpreter):
             return value.float().to(dtype) if dtype.itemsize == 1 else value
         if target is torch.ops.aten._scaled_mm.default:
             a, b, scale_a, scale_b = args[:4]
-            return (a @ b) * scale_a * scale_b
+            bias = args[4] if len(args) > 4 else None
+            return (a @ b) * scale_a * scale_b + (0 if bias is None else bias)
         return super().call_function(target, args, kwargs)
 
 
@@ -279,8 +326,8 @@ def test_compiled_models_are_as_near_to_float64_as_eager_or_stock() -> None:
         [("llama", "silu_two"), ("gemma", "silu_wide"), ("functional", "silu_sigmoid")]
     ):
         blocks = (
-            Block(producer, True, 1e-5, quants, ("value",), True),
-            Block(activation, False, 1e-5, quants[i % 2 :], (), True),
+            Block(producer, True, 1e-5, quants, ("value",), "scaled_mm"),
+            Block(activation, False, 1e-5, quants[i % 2 :], (), "dequantised"),
         )
         model = Model(blocks, torch.bfloat16, 2 + i % 2, False)
         inputs = model.inputs(6, i)
@@ -298,7 +345,7 @@ def test_compiled_models_are_as_near_to_float64_as_eager_or_stock() -> None:
 def test_all_of_a_block_at_once() -> None:
     """Two equal quantises, one of another scale, a bf16 reader, a router, the residual returned."""
     quants = (("static", 0, "none"), ("static", 0, "flat"), ("static", 1, "none"))
-    block = Block("llama", True, 1e-6, quants, ("value", "router"), True)
+    block = Block("llama", True, 1e-6, quants, ("value", "router"), "scaled_mm")
     model = Model((block, block), torch.bfloat16, 3, False)
     passed = Passed(trace(model, *model.inputs(6, 0)), "all")
     check_numbers(model, passed, 6, 0)
@@ -309,7 +356,7 @@ def test_all_of_a_block_at_once() -> None:
 
 def test_the_reference_run_uses_references() -> None:
     """So that a bug in a kernel cannot hide one in the pass."""
-    block = Block("llama", False, 1e-6, (("token", 0, "none"),), (), True)
+    block = Block("llama", False, 1e-6, (("token", 0, "none"),), (), "scaled_mm")
     model = Model((block,), torch.bfloat16, 2, False)
     passed = Passed(trace(model, *model.inputs(6, 0)))
     seen: list[Any] = []
