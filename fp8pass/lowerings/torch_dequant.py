@@ -4,8 +4,8 @@
   then a float32 product, scales, bias and one rounding. It takes what no other kernel takes, at
   the price of a float32 copy of the weight at each call; every other kernel comes first.
 - ``torch_int8``: ``aten._int_mm``, then scales, bias and one rounding as pointwise work. The limits
-  on CUDA (more than 16 rows, K and N multiples of 8) were read in pytorch's
-  ``aten/src/ATen/native/cuda/Blas.cpp``; a CPU has none.
+  on CUDA (more than 16 rows, K and N multiples of 8) are those that users met and reported
+  (pytorch/pytorch#178469, keras-team/keras#19207); a CPU has none.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ TORCH_INT8 = register(
         can_implement=_takes_int8_cuda,
         priority=lambda target, problem: 40,
         emit=_emit_int8,
-        provenance="not run on hardware (rules read in pytorch's source)",
+        provenance="not run on hardware (limits as users reported them)",
         rows=MRange(17),
     )
 )
