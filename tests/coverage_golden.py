@@ -1,6 +1,6 @@
 """The committed results of ``fp8pass coverage``: small enough to be read in a diff.
 
-fp8pass coverage --recipe static --recipe dynamic --recipe dynamic_tensor --json out.json
+fp8pass coverage --json out.json --markdown docs/coverage.md
 python tests/coverage_golden.py out.json
 """
 

@@ -124,6 +124,8 @@ def golden() -> dict[str, Any]:
         ("phi3", "dynamic_tensor"),
         ("deepseek-v3", "dynamic"),
         ("starcoder2", "static"),
+        ("llama", "group128"),
+        ("qwen3", "int8_dynamic"),
     ],
 )
 def test_a_family_is_as_committed(golden: dict[str, Any], family: str, recipe: str) -> None:
