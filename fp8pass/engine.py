@@ -32,7 +32,8 @@ from fp8pass.patterns.rule import Fuel, RuleEngine, rules
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.report import GraphRecord, Rejected, Site
 from fp8pass.site_draft import Draft
-from fp8pass.spellings.reader import Reader, anchors, not_fused, touches_fp8
+from fp8pass.spellings.left import not_fused
+from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
 from fp8pass.workbench import Snapshot, Workbench, merge_common

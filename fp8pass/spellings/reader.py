@@ -24,7 +24,6 @@ from fp8pass.ops.library import generic
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
-from fp8pass.spellings.activation import why_not_read
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
 from fp8pass.spellings.dequantised import INT_MM, DequantisedMatch
 from fp8pass.spellings.library_ops import (
@@ -35,7 +34,6 @@ from fp8pass.spellings.library_ops import (
     match_library_op,
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
-from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.put_product import put_dequantised
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
@@ -491,54 +489,3 @@ def _mixed_rows(found: QuantMatch) -> Verdict | None:
         after=tuple(val(found.x).shape),
         what=GENERIC[producer.target].what,
     )
-
-
-def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
-    """The producer that gives ``value`` beside the codes of another quantise, if there is one."""
-    for draft in drafts.values():
-        if draft.status == "fused" and any(swap.new is value for swap in draft.swaps):
-            return draft
-    return None
-
-
-def describe(node: Any) -> str:
-    """A short name of what made a value, for messages."""
-    if not isinstance(node, fx.Node):
-        return repr(node)
-    if node.op == "placeholder":
-        return f"graph input {node.name}"
-    if is_call(node, *VIEWS):
-        return f"{describe(node.args[0])} (reshaped)"
-    return f"{node.target} ({node.name})"
-
-
-def readers_text(nodes: list[fx.Node]) -> str:
-    """The readers of a value, for messages."""
-    names = [str(n.target) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
-    distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
-
-
-def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) -> Verdict:
-    """Why a producer or a quantise that no rule took was left; asked before anything is lowered."""
-    if draft.kind == "quantize":
-        source = draft.node.args[0]
-        first = _fused_already(source, drafts)
-        if first is not None:
-            return no(
-                "FP8-F004",
-                node=draft.root_name,
-                what=first.what,
-                key=draft.form,
-                fused=first.quant_form,
-            )
-        norm = unread_norm(source)
-        if norm is not None:
-            return no("FP8-R003", node=norm[0], why=norm[1])
-        assert isinstance(source, fx.Node)
-        why = why_not_read(source)
-        if why is not None:
-            return no("FP8-R004", producer=describe(source), why=why)
-        return no("FP8-F002", producer=describe(source))
-    users = [u for u in draft.outputs["y"].users if u in live]
-    return no("FP8-F001", what=draft.what, readers=readers_text(users))

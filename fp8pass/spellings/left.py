@@ -1,0 +1,64 @@
+"""Why a site that was read was left: the words of the report for what no rule took."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import fx
+
+from fp8pass.reasons import Verdict, no
+from fp8pass.site_draft import Draft
+from fp8pass.spellings.activation import why_not_read
+from fp8pass.spellings.norm_reasons import unread_norm
+from fp8pass.spellings.walk import VIEWS, is_call
+
+
+def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
+    """The producer that gives ``value`` beside the codes of another quantise, if there is one."""
+    for draft in drafts.values():
+        if draft.status == "fused" and any(swap.new is value for swap in draft.swaps):
+            return draft
+    return None
+
+
+def describe(node: Any) -> str:
+    """A short name of what made a value, for messages."""
+    if not isinstance(node, fx.Node):
+        return repr(node)
+    if node.op == "placeholder":
+        return f"graph input {node.name}"
+    if is_call(node, *VIEWS):
+        return f"{describe(node.args[0])} (reshaped)"
+    return f"{node.target} ({node.name})"
+
+
+def readers_text(nodes: list[fx.Node]) -> str:
+    """The readers of a value, for messages."""
+    names = [str(n.target) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
+
+
+def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) -> Verdict:
+    """Why a producer or a quantise that no rule took was left; asked before anything is lowered."""
+    if draft.kind == "quantize":
+        source = draft.node.args[0]
+        first = _fused_already(source, drafts)
+        if first is not None:
+            return no(
+                "FP8-F004",
+                node=draft.root_name,
+                what=first.what,
+                key=draft.form,
+                fused=first.quant_form,
+            )
+        norm = unread_norm(source)
+        if norm is not None:
+            return no("FP8-R003", node=norm[0], why=norm[1])
+        assert isinstance(source, fx.Node)
+        why = why_not_read(source)
+        if why is not None:
+            return no("FP8-R004", producer=describe(source), why=why)
+        return no("FP8-F002", producer=describe(source))
+    users = [u for u in draft.outputs["y"].users if u in live]
+    return no("FP8-F001", what=draft.what, readers=readers_text(users))
