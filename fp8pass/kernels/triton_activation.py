@@ -1,6 +1,6 @@
 """Triton kernels of ``fp8pass::silu_mul_quant`` and ``fp8pass::act_mul_quant``.
 
-- a given scale: one launch, element-wise over pieces of rows;
+- a given scale, and a scale per group: one launch, element-wise over pieces of rows;
 - a scale per token: one launch, a row in the registers of one program;
 - a scale per tensor: a first launch writes the product and each program's largest value, a second
   one quantises the product (:func:`fp8pass.kernels.triton_quantize.quantize_tensor`); it is half
@@ -32,9 +32,11 @@ from fp8pass.kernels.triton_rows import (
     scale_of,
     store_chunks,
     store_codes,
+    store_groups,
 )
 from fp8pass.ops.forms import ActForm, QuantForm
 from fp8pass.ops.library import nothing
+from fp8pass.ops.quantize import empty_scale
 
 
 @triton.jit
@@ -117,7 +119,7 @@ def _silu_rows(
         index += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["pieces"])
+@triton.jit(do_not_specialize=["pieces", "group_stride"])
 def _silu_pieces(
     gate_ptr,
     up_ptr,
@@ -128,6 +130,8 @@ def _silu_pieces(
     pieces,
     gate_pitch,
     up_pitch,
+    scale_pitch,
+    group_stride,
     GATED: tl.constexpr,
     ACT: tl.constexpr,
     STEP: tl.constexpr,
@@ -151,9 +155,13 @@ def _silu_pieces(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Codes for a given scale; with ``partials_ptr`` the first pass for one scale."""
+    """Codes for a given scale; with ``partials_ptr`` the first pass for one scale.
+
+    With GROUP, a scale for each GROUP neighbours and its codes.
+    """
     begin(OVERLAP)
     largest = tl.full((), 0.0, tl.float32)
     piece = tl.program_id(0)
@@ -161,7 +169,8 @@ def _silu_pieces(
         row = tl.cast(piece // PER_ROW, tl.int64)
         start = (piece % PER_ROW) * (CHUNKS * CHUNK)
         if partials_ptr is None:
-            scale = tl.load(scale_ptr, volatile=FIRST)
+            if GROUP == 0:
+                scale = tl.load(scale_ptr, volatile=FIRST)
         if GATED:
             ups = load_chunks(up_ptr + row * up_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
         gates = load_chunks(gate_ptr + row * gate_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
@@ -172,6 +181,12 @@ def _silu_pieces(
             store_chunks(y_ptr + row * WIDTH, results, start, OUT, CHUNKS, CHUNK, LIMIT)
         if partials_ptr is not None:
             largest = larger(largest, amax_of(results, CHUNKS))
+        elif GROUP != 0:
+            store_groups(
+                q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, results, start,
+                FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
+                GROUP, CHUNKS, CHUNK, LIMIT,
+            )  # fmt: skip
         else:
             store_codes(
                 q_ptr + row * WIDTH, results, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
@@ -256,9 +271,9 @@ def act_mul_quant(
         partials = torch.empty((programs,), dtype=torch.float32, device=device)
         host.launch(
             _silu_pieces, programs, device,
-            gates, ups, None, None, y, partials, count, gate_pitch, up_pitch,
+            gates, ups, None, None, y, partials, count, gate_pitch, up_pitch, None, None,
             WIDTH=width, FIRST=shape.first, **constants, **pieces,
-            **host.quant_constants(quant_form, True),
+            **host.quant_constants(quant_form, True), GROUP=0,
         )  # fmt: skip
         q, scale_out = quantize_tensor(y, width, quant_form, partials)
         return q, scale_out, y if keep else nothing(y, y.dtype)
@@ -266,18 +281,21 @@ def act_mul_quant(
     q = torch.empty(gate.shape, dtype=quant.dtype, device=device)
     y = torch.empty(gate.shape if keep else (0,), dtype=act.out, device=device)
     stored, kept = host.as_stored(q), y if keep else None
-    if scale is not None:
+    if scale is not None or quant.group:
+        scale_out = nothing(gate, torch.float32) if scale is not None else empty_scale(gate, quant)
+        used = scale_out if scale is None else scale
         if rows:
             shape = host.piece_shape(width, rows)
             pieces = host.piece_constants(width, shape)
             count = rows * pieces["PER_ROW"]
             host.launch(
                 _silu_pieces, min(count, shape.programs), device,
-                gates, ups, scale, stored, kept, None, count, gate_pitch, up_pitch,
+                gates, ups, used, stored, kept, None, count, gate_pitch, up_pitch,
+                *host.scale_strides(quant, used),
                 WIDTH=width, FIRST=shape.first, **constants, **pieces,
-                **host.quant_constants(quant_form, not scale.dim()),
+                **host.quant_constants(quant_form, not used.dim()), GROUP=quant.group or 0,
             )  # fmt: skip
-        return q, nothing(gate, torch.float32), y
+        return q, scale_out, y
     one = () if per_tensor else (*gate.shape[:-1], 1)
     scale_out = torch.empty(one, dtype=torch.float32, device=device)
     if not rows:

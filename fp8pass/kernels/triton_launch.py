@@ -142,6 +142,17 @@ def quant_constants(text: str, scalar_scale: bool) -> dict[str, Any]:
     }
 
 
+def scale_strides(form: QuantForm, scale: torch.Tensor) -> tuple[int | None, int | None]:
+    """Values from row to row and from group to group of the scales of a dynamic ``group<n>``.
+
+    Two None for other forms: kernels then compile without the two.
+    """
+    if form.group is None or form.static:
+        return None, None
+    # all leading dims are one: in every layout the rows of a scale have one pitch
+    return scale.stride(-2) if scale.dim() > 1 else 0, scale.stride(-1)
+
+
 def factor(form: QuantForm) -> float:
     """What the kernels multiply amax by (in the interpreter: divide, if the form says so).
 

@@ -7,6 +7,7 @@ called by hand is refused with the same words.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -21,6 +22,8 @@ CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
 MAX_ROW = 32768
 #: Element-wise kernels index columns with 32 bits.
 MAX_WIDTH = 2**31 - 2**16
+#: Values that share a scale of a ``group<n>``.
+GROUPS = (16, 32, 64, 128, 256)
 
 
 def _why_not_dtype(name: str, dtype: torch.dtype) -> str | None:
@@ -31,13 +34,29 @@ def _exact(value: float, dtype: torch.dtype) -> bool:
     return torch.tensor(value, dtype=dtype).item() == value
 
 
-def _why_not_quant(form: QuantForm) -> str | None:
+def _why_not_group(form: QuantForm, width: int | None) -> str | None:
+    """Of a dynamic ``group<n>``: a group lies within one chunk of a row, and is reduced there."""
+    group = form.group
+    assert group is not None
+    if group not in GROUPS:
+        return f"groups of {group} values (a power of two from {GROUPS[0]} to {GROUPS[-1]})"
+    if width is not None and width % group:
+        return f"groups of {group} values in rows of {width}"
+    if form.compute != torch.float32:
+        return f"groups divided in {form.compute}"
+    return None
+
+
+def _why_not_quant(form: QuantForm, width: int | None) -> str | None:
     if form.dtype not in CODES:
         return f"codes of {form.dtype}: the GPU's casts make {CODES[0]} and {CODES[1]}"
     if form.static and form.granularity != "tensor":
         return f"a given scale per {form.granularity}"
-    if not form.plain or form.group or form.scale == "inverse":
+    laid_out = form if form.group is None else replace(form, layout="row")
+    if not laid_out.plain or form.scale == "inverse":
         return f"the form {form}"
+    if form.group is not None and (why := _why_not_group(form, width)):
+        return why
     if form.floor not in ("none", "scale", "amax"):
         return f"the form {form}"
     if form.scale == "div" and form.qmax == 0.0:
@@ -95,7 +114,7 @@ def why_not_norm(
         product = torch.promote_types(norm.mid, weight_dtype)
         if product != torch.float32:
             return f"a cast to {norm.out} after a product that is rounded to {product}"
-    return _why_not_width(width, MAX_ROW) or _why_not_quant(quant)
+    return _why_not_width(width, MAX_ROW) or _why_not_quant(quant, width)
 
 
 @cache
@@ -121,7 +140,7 @@ def why_not_activation(
     for name, dtype in (("a gate", gate_dtype), ("an input", up_dtype)):
         if dtype is not None and (why := _why_not_dtype(name, dtype)):
             return why
-    return _why_not_width(width, _longest(quant)) or _why_not_quant(quant)
+    return _why_not_width(width, _longest(quant)) or _why_not_quant(quant, width)
 
 
 @cache
@@ -144,7 +163,7 @@ def why_not_quantize(quant_form: str, width: int | None, x_dtype: torch.dtype) -
     return (
         _why_not_dtype("an input", x_dtype)
         or _why_not_width(width, _longest(quant))
-        or _why_not_quant(quant)
+        or _why_not_quant(quant, width)
     )
 
 

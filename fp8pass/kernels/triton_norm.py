@@ -1,7 +1,7 @@
 """Triton kernels of ``fp8pass::rms_norm_quant`` and ``fp8pass::add_rms_norm_quant``.
 
 A row lies in the registers of one program from its load to its codes. A given scale and a scale
-per token take one launch. A scale per tensor takes two: the first finds each row's ``1 / rms`` and
+per token or per group take one launch. A scale per tensor takes two: the first finds each row's ``1 / rms`` and
 each program's largest value, the second normalises once more, element-wise, and quantises. That
 reads the rows twice, which moves less than writing the normalised ones and reading them back.
 """
@@ -38,10 +38,12 @@ from fp8pass.kernels.triton_rows import (
     scale_of,
     store_chunks,
     store_codes,
+    store_groups,
     zero_beyond,
 )
 from fp8pass.ops.forms import NormForm, QuantForm
 from fp8pass.ops.library import nothing
+from fp8pass.ops.quantize import empty_scale
 
 
 @triton.jit
@@ -167,7 +169,7 @@ def _rounded_to(values, TOTAL: tl.constexpr, CHUNKS: tl.constexpr):
     return results
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "group_stride"])
 def _norm_rows(
     x_ptr,
     residual_ptr,
@@ -181,6 +183,8 @@ def _norm_rows(
     rows,
     x_pitch,
     residual_pitch,
+    scale_pitch,
+    group_stride,
     eps,
     MEAN: tl.constexpr,
     EPS: tl.constexpr,
@@ -206,6 +210,7 @@ def _norm_rows(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """Norm and quantise of whole rows; with ``partials_ptr`` the first pass for one scale."""
@@ -235,6 +240,12 @@ def _norm_rows(
         if partials_ptr is not None:
             tl.store(inverse_ptr + row, inverse)
             largest = larger(largest, amax_of(results, CHUNKS))
+        elif GROUP != 0:
+            store_groups(
+                q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, results, 0,
+                FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
+                GROUP, CHUNKS, CHUNK, LIMIT,
+            )  # fmt: skip
         else:
             if SCALE != "given":
                 scale = scale_of(amax_of(results, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
@@ -380,8 +391,7 @@ def _run(
     if scale is not None:
         scale_out = nothing(x, torch.float32)
     else:
-        one = () if per_tensor else (*x.shape[:-1], 1)
-        scale_out = torch.empty(one, dtype=torch.float32, device=x.device)
+        scale_out = empty_scale(x, quant)
     if not rows:
         return q, scale_out.fill_(host.scale_of_nothing(quant)), y, total
 
@@ -399,10 +409,10 @@ def _run(
     host.launch(
         _norm_rows, programs, x.device,
         source, other, weight, used, stored, y if keep else None, total, inverse, partials,
-        rows, pitch, other_pitch, eps,
+        rows, pitch, other_pitch, *host.scale_strides(quant, used), eps,
         MEAN=parsed.mean, EPS=parsed.eps, INVERSE_WIDTH=host.reciprocal(width),
         SUM=host.TL[torch.float32 if wide_sum else total_dtype], TOTAL=host.TL[total_dtype],
-        **norm, **host.row_constants(width, shape), **quantise,
+        **norm, **host.row_constants(width, shape), **quantise, GROUP=quant.group or 0,
     )  # fmt: skip
     if two_passes:
         assert partials is not None

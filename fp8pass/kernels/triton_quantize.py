@@ -1,7 +1,7 @@
 """Triton kernels of ``fp8pass::quantize``.
 
 - a scale per token: one launch, a row to a program, read once;
-- a given scale: one launch, element-wise over pieces of rows;
+- a given scale, and a scale per group: one launch, element-wise over pieces of rows;
 - a scale per tensor: two launches. In the first each program leaves the largest value of its
   pieces; in the second each program takes the largest of those and quantises. The maximum does not
   depend on an order, so the result is the same in every run. A single row is quantised as a token.
@@ -25,9 +25,11 @@ from fp8pass.kernels.triton_rows import (
     prepared,
     scale_of,
     store_codes,
+    store_groups,
 )
 from fp8pass.ops.forms import QuantForm
 from fp8pass.ops.library import nothing
+from fp8pass.ops.quantize import empty_scale
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -94,7 +96,7 @@ def _amax_pieces(
     tl.store(partials_ptr + tl.program_id(0), largest)
 
 
-@triton.jit(do_not_specialize=["pieces", "partials"])
+@triton.jit(do_not_specialize=["pieces", "partials", "group_stride"])
 def _quantize_pieces(
     x_ptr,
     q_ptr,
@@ -103,6 +105,8 @@ def _quantize_pieces(
     pieces,
     partials,
     pitch,
+    scale_pitch,
+    group_stride,
     WIDTH: tl.constexpr,
     PARTIALS: tl.constexpr,
     PER_ROW: tl.constexpr,
@@ -120,26 +124,38 @@ def _quantize_pieces(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Codes for one scale: a given one, or the one that follows from a first pass's maxima."""
+    """Codes for one scale: a given one, or the one that follows from a first pass's maxima.
+
+    With GROUP, a scale for each GROUP neighbours and its codes.
+    """
     begin(OVERLAP)
-    if SCALE != "given":
-        amax = amax_of_partials(partials_ptr, partials, PARTIALS)
-        scale = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE)
-        if tl.program_id(0) == 0:
-            tl.store(scale_ptr, scale)
+    if GROUP == 0:
+        if SCALE != "given":
+            amax = amax_of_partials(partials_ptr, partials, PARTIALS)
+            scale = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+            if tl.program_id(0) == 0:
+                tl.store(scale_ptr, scale)
     piece = tl.program_id(0)
     while piece < pieces:
         row = tl.cast(piece // PER_ROW, tl.int64)
         start = (piece % PER_ROW) * (CHUNKS * CHUNK)
         chunks = load_chunks(x_ptr + row * pitch, start, CHUNKS, CHUNK, LIMIT)
-        if SCALE == "given":
-            scale = tl.load(scale_ptr)  # here, so that what it takes is not waited for first
-        store_codes(
-            q_ptr + row * WIDTH, chunks, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
-            FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
-        )  # fmt: skip
+        if GROUP != 0:
+            store_groups(
+                q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, chunks, start,
+                FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
+                GROUP, CHUNKS, CHUNK, LIMIT,
+            )  # fmt: skip
+        else:
+            if SCALE == "given":
+                scale = tl.load(scale_ptr)  # here, so that what it takes is not waited for first
+            store_codes(
+                q_ptr + row * WIDTH, chunks, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+                FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
+            )  # fmt: skip
         piece += tl.num_programs(0)
 
 
@@ -155,6 +171,7 @@ def quantize(
 
     Returns:
         ``(q, scale_out)`` as the reference; the scale of a tensor without rows is that of zeros.
+        Scales per group have the strides of the form's layout.
 
     Raises:
         UnsupportedError: a value that :mod:`fp8pass.kernels.triton_limits` refuses.
@@ -169,17 +186,21 @@ def quantize(
         return quantize_tensor(x, width, form, None)
     q = host.codes_like(x, quant.dtype)
     source, rows, pitch = host.rows_of(x, width)
-    if scale is not None:
+    if scale is not None or quant.group:
+        scale_out = nothing(x, torch.float32) if scale is not None else empty_scale(x, quant)
+        used = scale_out if scale is None else scale
         if rows:
             shape = host.piece_shape(width, rows)
             constants = host.piece_constants(width, shape)
             pieces = rows * constants["PER_ROW"]
             host.launch(
                 _quantize_pieces, min(pieces, shape.programs), x.device,
-                source, host.as_stored(q), scale, None, pieces, 0, pitch, width, host.PARTIALS,
-                **constants, **host.quant_constants(form, not scale.dim()),
+                source, host.as_stored(q), used, None, pieces, 0, pitch,
+                *host.scale_strides(quant, used), width, host.PARTIALS,
+                **constants, **host.quant_constants(form, not used.dim()),
+                GROUP=quant.group or 0,
             )  # fmt: skip
-        return q, nothing(x, torch.float32)
+        return q, scale_out
     scale_out = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     if rows:
         _rows(host.Rows(source, rows, pitch), q, scale_out, width, form)
@@ -223,7 +244,8 @@ def quantize_tensor(
         host.launch(_amax_pieces, programs, x.device, source, partials, pieces, pitch, **constants)
     host.launch(
         _quantize_pieces, programs, x.device,
-        source, host.as_stored(q), scale_out, partials, pieces, partials.numel(), pitch, width,
-        host.PARTIALS, **constants, **host.quant_constants(form, True),
+        source, host.as_stored(q), scale_out, partials, pieces, partials.numel(), pitch,
+        None, None, width, host.PARTIALS,
+        **constants, **host.quant_constants(form, True), GROUP=0,
     )  # fmt: skip
     return q, scale_out

@@ -194,3 +194,64 @@ def store_codes(
             values = values * first
         codes = to_fp8(rounded(values, QUOTIENT, NATIVE), FP8, LO, HI, NATIVE)
         store_chunk(row, codes, start + c * CHUNK + tl.arange(0, CHUNK), LIMIT)
+
+
+# ---- groups -------------------------------------------------------------------------------------
+
+
+@triton.jit
+def spread(values, GROUP: tl.constexpr, CHUNK: tl.constexpr):
+    """A value of each group of a chunk, as one of each column."""
+    blocks = tl.broadcast_to(tl.expand_dims(values, 1), (CHUNK // GROUP, GROUP))
+    return tl.reshape(blocks, (CHUNK,))
+
+
+@triton.jit
+def store_groups(
+    row,
+    scale_row,
+    group_stride,
+    chunks,
+    start,
+    FP8: tl.constexpr,
+    LO: tl.constexpr,
+    HI: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    QUOTIENT: tl.constexpr,
+    APPLY: tl.constexpr,
+    ORDINARY: tl.constexpr,
+    SCALE: tl.constexpr,
+    FACTOR: tl.constexpr,
+    FLOOR: tl.constexpr,
+    FLOOR_VALUE: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """A scale for each GROUP neighbours of a row's chunks, and the codes for it.
+
+    GROUP is a power of two that divides CHUNK, ``start`` and the row's width, so that every group
+    lies in one chunk, and within the row or beyond it. Scales of a row are ``group_stride`` apart.
+    """
+    for c in tl.static_range(CHUNKS):
+        blocks = tl.reshape(tl.abs(chunks[c]), (CHUNK // GROUP, GROUP))
+        scale = scale_of(tl.reduce(blocks, 1, larger), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+        groups = (start + c * CHUNK) // GROUP + tl.arange(0, CHUNK // GROUP)
+        places = scale_row + tl.cast(groups, tl.int64) * group_stride
+        if LIMIT == 0:
+            tl.store(places, scale)
+        else:
+            tl.store(places, scale, mask=groups < LIMIT // GROUP)
+        first, second, third = prepared(scale, APPLY, QUOTIENT, ORDINARY)
+        if APPLY != "div":
+            first = spread(first, GROUP, CHUNK)
+        else:
+            if not ORDINARY:
+                first = spread(first, GROUP, CHUNK)
+            second = spread(second, GROUP, CHUNK)
+            third = spread(third, GROUP, CHUNK)
+        store_codes(
+            row, (chunks[c],), start + c * CHUNK, (first, second, third),
+            FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, 1, CHUNK, LIMIT,
+        )  # fmt: skip
