@@ -61,7 +61,7 @@ def test_the_same_numbers_from_fewer_products(recipe: str) -> None:
     assert sorted(site.shape for site in sites) == sorted(
         ["5x192x64"] * 3 + ["5x256x64"] * 2 + ["5x64x64", "5x64x128"]
     )
-    compiled = torch.compile(model, backend="fp8pass")
+    compiled = torch.compile(model, backend=fp8pass.fp8pass_backend)
     torch.testing.assert_close(run(compiled, x), wanted, rtol=2**-6, atol=2**-5)
 
 
@@ -100,7 +100,7 @@ def test_different_inputs_stay_apart() -> None:
     fp8pass.prepare(model, merge_linears=True)
     sites = products(model, rows(3))
     assert [site.shape for site in sites] == ["3x64x64"] * 3
-    compiled = torch.compile(model, backend="fp8pass")
+    compiled = torch.compile(model, backend=fp8pass.fp8pass_backend)
     torch.testing.assert_close(run(compiled, rows(3)), wanted, rtol=2**-6, atol=2**-6)
 
 
@@ -203,7 +203,7 @@ def test_a_part_that_is_returned_keeps_its_strides() -> None:
     with torch.no_grad():
         wanted = model(x)
         fp8pass.prepare(model, merge_linears=True)
-        got = torch.compile(model, backend="fp8pass")(x)
+        got = torch.compile(model, backend=fp8pass.fp8pass_backend)(x)
     for a, b in zip(got, wanted, strict=True):
         assert a.stride() == b.stride()
         torch.testing.assert_close(a, b, rtol=2**-6, atol=2**-6)

@@ -1,9 +1,10 @@
 """Triton kernels of ``fp8pass::rms_norm_quant`` and ``fp8pass::add_rms_norm_quant``.
 
 A row lies in the registers of one program from its load to its codes. A given scale and a scale
-per token or per group take one launch. A scale per tensor takes two: the first finds each row's ``1 / rms`` and
-each program's largest value, the second normalises once more, element-wise, and quantises. That
-reads the rows twice, which moves less than writing the normalised ones and reading them back.
+per token or per group take one launch. A scale per tensor takes two: the first finds each row's
+``1 / rms`` and each program's largest value, the second normalises once more, element-wise, and
+quantises. That reads the rows twice, which moves less than writing the normalised ones and reading
+them back.
 """
 # mypy: disable-error-code="no-untyped-def, assignment"
 
@@ -169,7 +170,7 @@ def _rounded_to(values, TOTAL: tl.constexpr, CHUNKS: tl.constexpr):
     return results
 
 
-@triton.jit(do_not_specialize=["rows", "group_stride"])
+@triton.jit(do_not_specialize=["rows", "scale_pitch", "group_stride"])
 def _norm_rows(
     x_ptr,
     residual_ptr,

@@ -96,7 +96,7 @@ def _amax_pieces(
     tl.store(partials_ptr + tl.program_id(0), largest)
 
 
-@triton.jit(do_not_specialize=["pieces", "partials", "group_stride"])
+@triton.jit(do_not_specialize=["pieces", "partials", "scale_pitch", "group_stride"])
 def _quantize_pieces(
     x_ptr,
     q_ptr,
@@ -132,7 +132,7 @@ def _quantize_pieces(
     With GROUP, a scale for each GROUP neighbours and its codes.
     """
     begin(OVERLAP)
-    if GROUP == 0:
+    if GROUP == 0:  # noqa: SIM102  (Triton drops each branch by itself)
         if SCALE != "given":
             amax = amax_of_partials(partials_ptr, partials, PARTIALS)
             scale = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE)

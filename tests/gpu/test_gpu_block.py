@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import fp8pass
 from fp8pass.report import reports
 
 pytestmark = pytest.mark.skipif(
@@ -26,7 +27,7 @@ def check(kernel: str, keys: tuple[str, str], exact: torch.Tensor, *given: torch
 
     torch._dynamo.reset()
     with torch.no_grad():
-        out = torch.compile(fn, backend="fp8pass", dynamic=False)(*given)
+        out = torch.compile(fn, backend=fp8pass.fp8pass_backend, dynamic=False)(*given)
     (site,) = reports()[-1].select("scaled_mm")
     assert (site.status, site.kernel) == ("lowered", kernel)
     error = (out.double() - exact).abs()

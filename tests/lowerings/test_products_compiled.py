@@ -10,6 +10,7 @@ import pytest
 import torch
 from graphs import Passed, codes, trace, values
 
+import fp8pass
 from fp8pass.ops.linear import scaled_product
 from fp8pass.report import reports
 
@@ -81,7 +82,7 @@ def test_compiled(name: str) -> None:
     fn, given, kernel = SPELLINGS[name]
     torch._dynamo.reset()
     with torch.no_grad():
-        got = torch.compile(fn, backend="fp8pass")(*given)
+        got = torch.compile(fn, backend=fp8pass.fp8pass_backend)(*given)
     torch.testing.assert_close(got, fn(*given), rtol=2**-7, atol=1e-5)
     sites = reports()[-1].select("scaled_mm")
     assert [(s.status, s.kernel) for s in sites] == [("lowered", kernel)]

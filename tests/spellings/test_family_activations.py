@@ -109,7 +109,7 @@ def test_fused_once(family: str, recipe: str) -> None:
 def test_compiled(family: str) -> None:
     model = mlp(family, "dynamic")
     x = values(6, WIDTH)
-    got = torch.compile(model, backend="fp8pass", options={"fp8pass.strict": True})(x)
+    got = torch.compile(model, backend=fp8pass.fp8pass_backend, options={"fp8pass.strict": True})(x)
     sites = fp8pass.reports()[-1].sites
     assert len([s for s in sites if s.kind == "activation" and s.status == "fused"]) == 1
     assert_within_contract([got], [model(x)])
