@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import fp8pass
+import fp8pass.ops  # registers the operators
 from fp8pass.report import reports
 
 pytestmark = pytest.mark.skipif(
