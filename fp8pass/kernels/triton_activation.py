@@ -119,7 +119,7 @@ def _silu_rows(
         index += tl.num_programs(0)
 
 
-@triton.jit(do_not_specialize=["pieces", "group_stride"])
+@triton.jit(do_not_specialize=["pieces", "scale_pitch", "group_stride"])
 def _silu_pieces(
     gate_ptr,
     up_ptr,

@@ -169,7 +169,7 @@ def _rounded_to(values, TOTAL: tl.constexpr, CHUNKS: tl.constexpr):
     return results
 
 
-@triton.jit(do_not_specialize=["rows", "group_stride"])
+@triton.jit(do_not_specialize=["rows", "scale_pitch", "group_stride"])
 def _norm_rows(
     x_ptr,
     residual_ptr,

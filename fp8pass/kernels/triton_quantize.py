@@ -96,7 +96,7 @@ def _amax_pieces(
     tl.store(partials_ptr + tl.program_id(0), largest)
 
 
-@triton.jit(do_not_specialize=["pieces", "partials", "group_stride"])
+@triton.jit(do_not_specialize=["pieces", "partials", "scale_pitch", "group_stride"])
 def _quantize_pieces(
     x_ptr,
     q_ptr,

@@ -35,10 +35,13 @@ HALF_STEP, HALF_LEAST = 2.0**-4, 2.0**-10
 
 
 class Case(NamedTuple):
+    """``recipe``: a name of :data:`RECIPES`, or the text of a form."""
+
     op: str
     width: int
     dtype: torch.dtype
     recipe: str
+    keep: bool = False
 
 
 def kernel(op: str) -> Callable[..., Any]:
@@ -117,9 +120,10 @@ def exact(op: str, args: tuple[Any, ...]) -> torch.Tensor:
 
 
 def _compile(cases: list[Case]) -> None:
-    for case in cases:
-        for rows in (2, 200):  # the two launch shapes of a width
-            kernel(case.op)(*arguments(case.op, rows, case.width, case.dtype, RECIPES[case.recipe]))
+    for op, width, dtype, recipe, keep in cases:
+        quant = RECIPES.get(recipe) or QuantForm.parse(recipe)
+        for rows in (2, 200, 2048):  # the launch shapes of a width
+            kernel(op)(*arguments(op, rows, width, dtype, quant, keep=keep))
 
 
 def compile_in_parallel(cases: Iterable[Case]) -> None:

@@ -32,6 +32,7 @@ from producer_cases import (
 )
 from producer_checks import STEP, assert_exact, code_steps
 
+from fp8pass.kernels.triton_limits import why_not_quantize
 from fp8pass.ops import SPECS, ActForm, QuantForm, dynamic_form, static_form
 
 pytest.importorskip("triton")
@@ -97,6 +98,8 @@ def test_inputs_of_the_record(op: str) -> None:
     for args in SPECS[op].inputs(torch.Generator().manual_seed(0)):
         moved = [a.cuda() if isinstance(a, torch.Tensor) else a for a in args]
         operator = getattr(torch.ops.fp8pass, f"triton_{op}")
+        if op == "quantize" and why_not_quantize(args[2], args[0].shape[-1], args[0].dtype):
+            continue  # tests/kernels has what is refused
         assert_exact(operator(*moved), reference(op)(*moved), op=op, args=args[2:])
 
 

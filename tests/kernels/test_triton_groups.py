@@ -125,9 +125,7 @@ def test_strided_rows(interpreted: Kernels) -> None:
                 same(a, b)
 
 
-def test_several_pieces_and_programs(
-    interpreted: Kernels, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_several_pieces_and_programs(interpreted: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Chunks wholly beyond the row, and programs that take several pieces or rows in turn."""
     host = interpreted("quantize").host
     monkeypatch.setattr(host, "piece_shape", lambda width, rows: host.Shape(1, 32, 2, 3))
