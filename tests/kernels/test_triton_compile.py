@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -202,7 +203,7 @@ def test_the_number_of_rows_compiles_nothing_new(compilable: Callable[[str], Mod
     """Beyond the two launch shapes of a width; nor does epsilon."""
     kernels = compilable("norm")
     fixed = {p.name for p in kernels._norm_rows.params if p.do_not_specialize}
-    assert fixed == {"rows"}
+    assert fixed == {"rows", "scale_pitch", "group_stride"}
     shapes = {kernels.host.row_shape(4096, n) for n in range(1, 5000)}
     assert len(shapes) <= 2
     constants = [
@@ -257,3 +258,29 @@ def test_sum_that_is_rounded_for_its_readers_only(
         len(compiled("norm", "add_rms_norm_quant", x, residual, w, None, 1e-6, form, TENSOR, 0))
         == 2
     )
+
+
+@pytest.mark.parametrize("width", [4096, 8192])
+@pytest.mark.parametrize(
+    ("group", "layout"), [(16, "col"), (64, "tma"), (128, "row"), (256, "row")]
+)
+def test_groups(
+    compiled: Callable[..., list[Compiled]], tmp_path: Path, width: int, group: int, layout: str
+) -> None:
+    """Nothing spilled, full-width access, one kernel for all layouts of the scale."""
+    x, w = rows(2048, width), vector(width, BF16)
+    gate, up = rows(2048, 2 * width).chunk(2, -1)
+    for apply in ("div", "mul_recip"):
+        quant = str(replace(dynamic_form(f"group{group}"), layout=layout, apply=apply))
+        for module, op, args, loads in (
+            ("quantize", "quantize", (x, None, quant), 2),
+            ("norm", "rms_norm_quant", (x, w, None, 1e-6, FORMS[0], quant, True), 8),
+            ("norm", "add_rms_norm_quant", (x, x, w, None, 1e-6, FORMS[0], quant, True), 12),
+            ("activation", "silu_mul_quant",
+             (gate, up, None, "div,bfloat16,bfloat16", quant, True), 4),
+        ):  # fmt: skip
+            (kernel,) = compiled(module, op, *args)
+            found = kernel.instructions(tmp_path)
+            assert not {n for n in found if n.startswith(("STL", "LDL"))}, (kernel.name, found)
+            assert found["LDG.E.128"] == loads, (kernel.name, found)
+            assert found["STG.E.64"] == (4 if module == "norm" else 2), (kernel.name, found)
