@@ -143,10 +143,13 @@ def numerics_patches(gm: fx.GraphModule, inputs: Sequence[Any], options: Options
 
     # codes that come in, and codes that are made here
     values = [node.meta.get("example_value") for node in gm.graph.nodes]
+    codes = set(FP8_DTYPES)
+    if any("round" in str(node.target) for node in gm.graph.nodes):
+        codes.add(torch.int8)  # rounded and then narrowed: an INT8 quantise
     devices = {
         value.device
         for value in [*inputs, *gm.buffers(), *gm.parameters(), *values]
-        if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES
+        if isinstance(value, torch.Tensor) and value.dtype in codes
     }
     if len({device.type for device in devices}) != 1:
         return {}
