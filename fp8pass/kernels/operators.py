@@ -103,9 +103,7 @@ def _keyed_reference(
     weight_key: str,
 ) -> torch.Tensor:
     """As :func:`fp8pass.ops.linear.scaled_mm` in the plain form."""
-    return linear.scaled_product(
-        a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, ""
-    )
+    return linear.scaled_product(a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, "")
 
 
 def _product(

@@ -1,7 +1,7 @@
 """The product with scales per block in Triton: 1x128 of the activations, 128x128 of the weight.
 
-``round(sum over g of (a[:, g] @ b[g]) * scale_a[:, g] * scale_b[g, n // 128] + bias)``, where g is a
-group of 128 neighbours along K. As :mod:`fp8pass.kernels.triton_gemm` (weights on the wide side for
+``round(sum over g of (a[:, g] @ b[g]) * scale_a[:, g] * scale_b[g, n // 128] + bias)``, where g is
+a group of 128 neighbours along K. As :mod:`fp8pass.kernels.triton_gemm` (weights on the wide side for
 few rows, packed depths, splits, overlapping launches), with one difference: what the tensor cores
 have summed over a group is scaled before it is added to the float32 sum. So never more than 128
 products are accumulated in less than float32, and the depth of a tile is 128.
@@ -200,15 +200,11 @@ def _plan(tile: Tile, n: int, k: int, bias: bool) -> Plan:
         return Plan(Launcher(_block_kernel, product), None)
     block = combined(n)
     flags = {"ROWS": False, "COLUMNS": False, "BIAS": bias, "OVERLAP": overlap}
-    return Plan(
-        Launcher(_block_kernel, product), combining(n, block, tile, False, flags), block
-    )
+    return Plan(Launcher(_block_kernel, product), combining(n, block, tile, False, flags), block)
 
 
 @lru_cache(maxsize=1024)
-def _checked(
-    rows: int, n: int, k: int, device: torch.device, *dtypes: torch.dtype | None
-) -> Tile:
+def _checked(rows: int, n: int, k: int, device: torch.device, *dtypes: torch.dtype | None) -> Tile:
     """The tile for a size, or :class:`UnsupportedError`; once for each bucket of rows."""
     why = why_not_block(n, k, *dtypes)
     if why is not None:

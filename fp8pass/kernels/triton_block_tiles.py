@@ -1,9 +1,9 @@
 """Tiles of the Triton product with scales per block, by size: data and a rule, without Triton.
 
-As :mod:`fp8pass.kernels.triton_gemm_tiles`. What was not measured takes the tile of the nearest size
-that was; while nothing was, a rule answers. To fill the table, run ``benchmarks/block_scaled.py
---sweep --json FILE`` on the device and ``benchmarks/block_scaled.py --table FILE``, which prints the
-lines between the two marks below.
+As :mod:`fp8pass.kernels.triton_gemm_tiles`. What was not measured takes the tile of the nearest
+size that was; while nothing was, a rule answers. To fill the table, run
+``benchmarks/block_scaled.py --sweep --json FILE`` on the device and
+``benchmarks/block_scaled.py --table FILE``, which prints the lines between the two marks below.
 """
 
 from __future__ import annotations

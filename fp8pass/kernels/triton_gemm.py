@@ -284,7 +284,8 @@ def scaled_mm(
     """The scaled product of two fp8 matrices, or of two int8 ones.
 
     Args:
-        a: ``[M, K]`` codes, e4m3fn or e5m2 (int8 beside int8); copied first unless its rows are contiguous.
+        a: ``[M, K]`` codes, e4m3fn or e5m2 (int8 beside int8); copied first unless its rows are
+            contiguous.
         b: ``[K, N]`` codes, the ``.t()`` view of a row-major ``[N, K]`` weight; likewise.
         scale_a: float32 dequant scale, one element (per-tensor) or ``[M, 1]`` (per-token).
         scale_b: float32 dequant scale, one element or ``[1, N]`` (per-channel).

@@ -1,4 +1,4 @@
-"""What the Triton products share: which tile a program computes, and how packed depths are added."""
+"""What the Triton products share: which tile a program computes, how packed depths are added."""
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def tile_of(pid, tiles_m, tiles_n, GROUP: tl.constexpr):
 
 @triton.jit
 def unpacked(acc, PACK: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """``[PACK * BM, PACK * BN]`` products of PACK depths with PACK depths as their ``[BM, BN]`` sum.
+    """``[PACK * BM, PACK * BN]`` products of PACK depths with PACK depths as their sum.
 
     Only those of a depth with itself count.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any
 
 import pytest
 import torch
@@ -170,7 +169,7 @@ def test_what_does_not_fit_together() -> None:
 
 
 def test_limits() -> None:
-    def why(n: Any = 64, k: Any = 64, a: Any = FP8, b: Any = FP8, out: Any = BF16, bias: Any = None):  # type: ignore[no-untyped-def]
+    def why(n=64, k=64, a=FP8, b=FP8, out=BF16, bias=None):  # type: ignore[no-untyped-def]
         return why_not_block(n, k, a, b, out, bias)
 
     assert why() is None and why(n=47, k=63, a=E5M2, bias=F32, out=F16) is None

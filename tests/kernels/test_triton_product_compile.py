@@ -75,9 +75,7 @@ Launches = Callable[..., list[Compiled]]
 
 
 @pytest.fixture
-def launches(
-    compilable: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> Launches:
+def launches(compilable: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> Launches:
     """``launches("block", tile or None, *args)``: what that call would launch on a GPU."""
     if not (TOOLS / "ptxas").exists():
         pytest.skip("this build of Triton has no ptxas")
