@@ -252,10 +252,11 @@ def machine(device: torch.device) -> tuple[int, bool]:
     """Shared memory that a program may have on ``device``, and whether launches may overlap."""
     if device.type != "cuda":  # interpreted
         return 2**20, False
-    properties = torch.cuda.get_device_properties(device)
-    # 1 KiB of each block is the system's; overlapping launches were only seen on sm90
-    most = int(properties.shared_memory_per_block_optin) - 1024
-    return most, (properties.major, properties.minor) == (9, 0)
+    number = torch.cuda.current_device() if device.index is None else device.index
+    known = triton.runtime.driver.active.utils.get_device_properties(number)
+    # a little is left for what a program exchanges; overlapping launches were only seen on sm90
+    overlap = torch.cuda.get_device_capability(number) == (9, 0)
+    return int(known["max_shared_mem"]) - 1024, overlap
 
 
 @lru_cache(maxsize=1024)
