@@ -3,8 +3,8 @@
 ``round(sum over g of (a[:, g] @ b[g]) * scale_a[:, g] * scale_b[g, n // 128] + bias)``, where g is
 a group of 128 neighbours along K. As :mod:`fp8pass.kernels.triton_gemm` (weights on the wide side
 for few rows, packed depths, splits, overlapping launches), with one difference: what the tensor
-cores have summed over a group is scaled before it is added to the float32 sum. So never more than 128
-products are accumulated in less than float32, and the depth of a tile is 128.
+cores have summed over a group is scaled before it is added to the float32 sum. So never more than
+128 products are accumulated in less than float32, and the depth of a tile is 128.
 
 Scales are read by their strides: row-major, with the rows innermost, or padded. Those of the next
 group are asked for before this group's products are waited for, since Triton pipelines only what
