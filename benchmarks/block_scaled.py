@@ -191,8 +191,8 @@ def sensible(tile: Tile, m: int, n: int, k: int) -> bool:
     """Whether a tile can run, and is not sure to lose."""
     programs = -(-m // tile.bm) * -(-n // tile.bn) * tile.splits
     return (
-        2 <= tile.stages
-        and 1 <= tile.splits
+        tile.stages >= 2
+        and tile.splits >= 1
         and tile.shared_memory <= SHARED
         and tile.bn * tile.pack * 128 * (tile.stages - 1) >= 16 * 1024
         and 128 * tile.pack * tile.splits <= k
@@ -270,12 +270,15 @@ def print_table(path: Path) -> None:
     """The lines of ``triton_block_tiles.py`` that a search found."""
     plain = asdict(Tile(True, 1, 1, 1, 1, 1))
     first = ("swap", "bm", "bn", "bk", "warps", "stages")
+    lines: dict[str, str] = {}  # of two numbers of rows in one bucket the larger counts
     for row in sorted(json.loads(path.read_text())["results"], key=lambda r: (r["m"], r["n"])):
         tile = row["tile"]
         values = [str(tile[name]) for name in first]
         values += [f"{k}={v}" for k, v in tile.items() if k not in first and v != plain[k]]
         key = f"({bucket(row['m'])}, {row['n']}, {row['k']})"
-        print(f"    {key}: Tile({', '.join(values)}),  # {row['us']:.1f}")
+        lines[key] = f"Tile({', '.join(values)}),  # {row['us']:.1f}"
+    for key, text in lines.items():
+        print(f"    {key}: {text}")
 
 
 def main() -> None:
