@@ -104,7 +104,8 @@ def test_table(name: str) -> None:
         if "ue8m0" in granularity[0] or granularity[1] == "token":
             assert not choice.plan
         if "group" in granularity[0]:
-            assert winner(choice) in ("torch_dequant", None) and (n or not choice.plan)
+            allowed = ("torch_dequant", "triton_block", None)
+            assert winner(choice) in allowed and (n or not choice.plan)
         if target.kind in ("cuda", "rocm") and (n is None or n % 16):
             for _, kernel in choice.plan:
                 assert kernel.name == "torch_dequant" or kernel.name.startswith("triton")
@@ -172,6 +173,8 @@ def test_rocm_numbers_are_not_cuda_numbers() -> None:
 F8, E5, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROW = ("token", "channel")
+BLOCKS = ("group1x128", "group128x128")
+INT8 = (torch.int8, torch.int8)
 
 # kernel, target, (granularities, changes) that fail, code, words of the message, the control
 CONDITIONS = [
@@ -251,6 +254,40 @@ CONDITIONS = [
     ),
     ("torch_block", "sm100", ("group1x128", "group128x128"), {"k": 512, "n": 128}, "FP8-L011",
      ["sm90"], None),
+    *(
+        ("triton_block", "sm90", pair, changes, code, words,
+         (BLOCKS, {"k": 200, "n": 72, "m": None, "bias": F32, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token x per-channel"]),
+            (("group1x64", "group128x128"), {}, "FP8-L003", ["group1x64"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (FNUZ, FNUZ)}, "FP8-L007", ["fnuz"]),
+            (BLOCKS, {"dtypes": (torch.int8, torch.int8)}, "FP8-L007", ["int8"]),
+            (BLOCKS, {"out_dtype": F8}, "FP8-L007", ["results"]),
+            (BLOCKS, {"bias": torch.int32}, "FP8-L010", ["int32"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+            (BLOCKS, {"n": None}, "FP8-L017", ["N that is not known"]),
+            (BLOCKS, {"k": None}, "FP8-L017", ["K that is not known"]),
+        )
+    ),
+    ("triton_block", "sm86", BLOCKS, {}, "FP8-L011", ["sm89", "sm86"], None),
+    ("triton_block", "gfx942", BLOCKS, {}, "FP8-L001", ["cuda"], None),
+    *(
+        ("triton_int8", "sm80", pair, {"dtypes": INT8, **changes}, code, words,
+         (ROW, {"dtypes": INT8, "k": 2**17 - 1, "n": 47, "m": None, "bias": F32}))
+        for pair, changes, code, words in (
+            (BLOCKS, {}, "FP8-L003", ["group128x128"]),
+            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["float8_e4m3fn"]),
+            (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
+            (ROW, {"k": None}, "FP8-L017", ["not known"]),
+            (ROW, {"n": None}, "FP8-L017", ["N that is not known"]),
+            (ROW, {"out_dtype": F8}, "FP8-L007", ["results"]),
+            (ROW, {"bias": torch.int32}, "FP8-L010", ["int32"]),
+            (ROW, {"a_layout": "col"}, "FP8-L008", ["operand a"]),
+        )
+    ),
+    ("triton_int8", "gfx950", ROW, {"dtypes": INT8}, "FP8-L001", ["cuda"], None),
     ("torch_tensor", "sm90", ("tensor", "tensor/asym"), {}, "FP8-L007", ["asym"], ((), {})),
     ("torch_tensor", "sm90", (), {"device_type": "cpu"}, "FP8-L015", ["cpu", "cuda"], ((), {})),
     ("torch_tensor", "sm80", (), {}, "FP8-L011", ["sm80"], None),

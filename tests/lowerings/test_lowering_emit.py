@@ -34,7 +34,7 @@ VIEWS = (
     _aten.slice.Tensor,
 )
 #: Tested below with operands of their own.
-SPECIAL = ("torch_int8", "torch_int8_cpu", "torch_block")
+SPECIAL = ("torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8")
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
@@ -43,6 +43,8 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "cpu_prepared": ("cpu_prepared", "cpu", {"prepared": True}, ROW),
     "triton_skinny": ("triton_skinny", "sm90", {"bias": BF16}, ROW),
     "triton_general": ("triton_general", "sm90", {"use_fast_accum": True}, ("tensor", "channel")),
+    "triton_block": ("triton_block", "sm89", {"k": 200, "n": 72, "bias": F16}, BLOCKS),
+    "triton_int8": ("triton_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
     "vllm_cutlass": ("vllm_cutlass", "sm90+vllm", {"packed": False, "use_fast_accum": True}, ROW),
     "torch_tensor": ("torch_tensor", "sm90", {"use_fast_accum": True}, ("tensor", "tensor")),
     "torch_tensor_bias": ("torch_tensor", "sm90", {"bias": BF16}, ("tensor", "tensor")),
@@ -181,6 +183,10 @@ REFERENCES = [
     ("torch_dequant", ("token", "group128x128"), {"k": 256, "n": 128, "out_dtype": F32}),
     ("torch_dequant", ROW, {"dtypes": FNUZ}),
     ("torch_int8", ROW, {"dtypes": INT8, "bias": F32}),
+    ("triton_int8", ROW, {"dtypes": INT8, "bias": F32}),
+    ("triton_int8", ("tensor", "channel"), {"dtypes": INT8, "k": 8192, "out_dtype": F32}),
+    ("triton_block", BLOCKS, {"k": 256, "n": 384}),
+    ("triton_block", BLOCKS, {"k": 200, "n": 72, "bias": F32, "out_dtype": F16}),
     ("torch_int8_cpu", ROW, {"dtypes": INT8, "bias": BF16, "out_dtype": F16}),
     ("torch_int8_cpu", ("tensor", "channel"), {"dtypes": INT8}),
 ]
@@ -210,7 +216,7 @@ def test_blocks_with_symbolic_rows_add_no_guard() -> None:
     env = ShapeEnv()
     m = env.create_unbacked_symint()
     torch._check(m >= 2)
-    for name in ("torch_dequant", "torch_block"):
+    for name in ("torch_dequant", "torch_block", "triton_block"):
         graph = fx.Graph()
         with FakeTensorMode(shape_env=env):
             fp8 = torch.float8_e4m3fn
