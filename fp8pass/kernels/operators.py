@@ -175,7 +175,7 @@ VLLM_CUTLASS_SCALED_MM = _product(
 
 # ---- products with scales per block, and plans ---------------------------------------------------
 
-_BLOCK_KEYS = "float8_e4m3fn/dynamic/group1x128", "float8_e4m3fn/static/group128x128"
+BLOCK_KEYS = "float8_e4m3fn/dynamic/group1x128", "float8_e4m3fn/static/group128x128"
 
 
 def _block_reference(
@@ -188,7 +188,7 @@ def _block_reference(
     *how: Any,
 ) -> torch.Tensor:
     """Scales per 1x128 and 128x128: ``[M, K / 128]`` and ``[K / 128, N / 128]``, rounded up."""
-    return _keyed_reference(a, b, scale_a, scale_b, bias, out_dtype, *_BLOCK_KEYS)
+    return _keyed_reference(a, b, scale_a, scale_b, bias, out_dtype, *BLOCK_KEYS)
 
 
 def block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]:
@@ -207,6 +207,23 @@ def block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, .
     return inputs
 
 
+def _torch_block_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for m, n, k in ((1, 128, 512), (3, 256, 512), (16, 128, 1024), (0, 128, 512)):
+        a = (torch.randn(m, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+        w = (torch.randn(n, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+        scale_a = torch.rand((m, k // 128), generator=generator) + 0.01
+        scale_b = torch.rand((n // 128, k // 128), generator=generator) + 0.01
+        yield a, w.t(), scale_a, scale_b.t(), None, torch.bfloat16, False
+
+
+#: torch's own product with those scales, for any number of rows.
+TORCH_BLOCK_SCALED_MM = _product(
+    "torch_block_scaled_mm",
+    ", bool fast_accum",
+    _kernel("fp8pass.lowerings.torch_block", "run_operator"),
+    reference=_block_reference,
+    inputs=_torch_block_inputs,
+)
 #: fp8pass's own product on a GPU with scales per 1x128 and 128x128.
 TRITON_BLOCK_MM = _product(
     "triton_block_mm",
