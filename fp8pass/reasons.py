@@ -246,6 +246,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "kernel {kernel} does not take {what}",
         "",
     ),
+    # FP8-L080 and on: kernels of other libraries on CUDA
+    Reason(
+        "FP8-L080",
+        "numerics not shown",
+        "kernel {kernel} is not known to keep the numerics contract: {why}",
+        "force it by name to have it, best with self_check=True, which compares it first",
+    ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(
         "FP8-P001",

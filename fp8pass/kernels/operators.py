@@ -234,6 +234,25 @@ TRITON_BLOCK_MM = _product(
 )
 
 
+def _library_block(name: str, module: str, run: str) -> OpSpec:
+    return _product(
+        name,
+        "",
+        _kernel(f"fp8pass.lowerings.{module}", run),
+        reference=_block_reference,
+        inputs=block_inputs(),
+    )
+
+
+#: Other libraries' products, where they are loaded or installed.
+VLLM_CUTLASS_BLOCK_MM = _library_block("vllm_cutlass_block_mm", "vllm_block", "run_operator")
+DEEPGEMM_BLOCK_MM = _library_block("deepgemm_block_mm", "deepgemm", "run_library")
+FLASHINFER_BLOCK_MM = _library_block("flashinfer_block_mm", "flashinfer", "run_block")
+FLASHINFER_BMM_FP8 = _product(
+    "flashinfer_bmm_fp8", "", _kernel("fp8pass.lowerings.flashinfer", "run_tensor")
+)
+
+
 def _planned_reference(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -339,7 +339,87 @@ CONDITIONS = [
      ["float32"], (ROW, {"use_fast_accum": True, "out_dtype": F16})),
     ("vllm_cutlass", "sm90+vllm", ROW, {"use_fast_accum": True, "bias": F16}, "FP8-L010",
      ["float16"], (ROW, {"use_fast_accum": True, "bias": BF16})),
-    ("vllm_cutlass", "sm100+vllm", ROW, {"use_fast_accum": True}, "FP8-L011", ["sm100"], None),
+    ("vllm_cutlass", "sm80+vllm", ROW, {"use_fast_accum": True}, "FP8-L011", ["sm80"], None),
+    ("vllm_cutlass", "sm120+vllm", ROW, {}, "FP8-L016", ["accumulates"],
+     (ROW, {"use_fast_accum": True})),
+    ("vllm_cutlass", "sm100+vllm", ROW, {"n": 24}, "FP8-L009", ["24"], (ROW, {})),
+    *(
+        ("vllm_cutlass_block", "sm90+vllm", pair, {"k": 256, "n": 256, **changes}, code, words,
+         (BLOCKS, {"k": 256, "n": 128, "m": None, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (E5, F8)}, "FP8-L007", ["e5m2"]),
+            (BLOCKS, {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            (BLOCKS, {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            (BLOCKS, {"n": 200}, "FP8-L009", ["N", "128", "200"]),
+            (BLOCKS, {"k": 192}, "FP8-L009", ["K", "128", "192"]),
+            (BLOCKS, {"k": 128}, "FP8-L017", ["K = 128", "per-token"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("vllm_cutlass_block", "sm89+vllm", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["sm89"], None),
+    ("vllm_cutlass_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["library"], None),
+    *(
+        ("vllm_cutlass_int8", "sm80+vllm", pair, {"dtypes": INT8, **changes}, code, words,
+         (ROW, {"dtypes": INT8, "m": None, "bias": F16, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (BLOCKS, {}, "FP8-L003", ["group128x128"]),
+            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["e4m3fn"]),
+            (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
+            (ROW, {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            (ROW, {"bias": F16}, "FP8-L010", ["float16"]),
+            (ROW, {"n": 24}, "FP8-L009", ["N", "24"]),
+            (ROW, {"a_layout": "col"}, "FP8-L008", ["operand a"]),
+        )
+    ),
+    ("vllm_cutlass_int8", "sm100+vllm", ROW, {"dtypes": INT8}, "FP8-L011", ["sm100"], None),
+    ("vllm_cutlass_int8", "sm80", ROW, {"dtypes": INT8}, "FP8-L011", ["library"], None),
+    *(
+        ("deepgemm_block", "sm90+deepgemm", pair, {"k": 256, "n": 192, **changes}, code, words,
+         (BLOCKS, {"k": 128, "n": 64, "m": None}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (F8, E5)}, "FP8-L007", ["e5m2"]),
+            (BLOCKS, {"out_dtype": F16}, "FP8-L007", ["float16"]),
+            (BLOCKS, {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            (BLOCKS, {"n": 32}, "FP8-L009", ["N", "64", "32"]),
+            (BLOCKS, {"k": 192}, "FP8-L009", ["K", "128", "192"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("deepgemm_block", "sm100+deepgemm", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["sm90"], None),
+    ("deepgemm_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["deepgemm"], None),
+    *(
+        ("flashinfer_tensor", "sm100+flashinfer", pair, {"use_fast_accum": True, **changes}, code,
+         words, ((), {"use_fast_accum": True, "m": None, "out_dtype": F16, "packed": False}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("tensor", "channel"), {}, "FP8-L003", ["per-channel"]),
+            ((), {"use_fast_accum": False}, "FP8-L016", ["accumulates"]),
+            ((), {"dtypes": (E5, E5)}, "FP8-L007", ["e5m2"]),
+            ((), {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            ((), {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            ((), {"k": 24}, "FP8-L009", ["K", "24"]),
+            ((), {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("flashinfer_tensor", "sm120+flashinfer", (), {"use_fast_accum": True}, "FP8-L011", ["sm120"],
+     None),
+    ("flashinfer_tensor", "sm100", (), {"use_fast_accum": True}, "FP8-L011", ["flashinfer"], None),
+    *(
+        ("flashinfer_block", "sm90+flashinfer", BLOCKS, {"k": 256, "n": 128, **changes}, code,
+         words, None)
+        for changes, code, words in (
+            ({}, "FP8-L080", ["3 %", "contract"]),
+            ({"out_dtype": F16}, "FP8-L007", ["float16"]),
+            ({"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            ({"n": 64}, "FP8-L009", ["N", "128", "64"]),
+        )
+    ),
+    ("flashinfer_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["flashinfer"], None),
     ("cpu_prepared", "cpu", ("token", "token"), {"prepared": True}, "FP8-L003", ["per-token"],
      (ROW, {"prepared": True})),
 ]  # fmt: skip
@@ -416,6 +496,29 @@ def test_force_overrules_slowness_only() -> None:
     assert winner(choose(target, problem(), Options(prefer=("torch_tensor",)))) == "cpu"
     with pytest.raises(NoKernelError, match="FP8-L008"):
         choose(target, problem(b_layout="row"), Options(force="torch_tensor"))
+
+
+def test_force_overrules_what_was_not_shown() -> None:
+    target = Target.parse("sm90+flashinfer")
+    p = problem(*BLOCKS, target=target, k=256, n=128)
+    assert winner(choose(target, p, Options(force="flashinfer_block"))) == "flashinfer_block"
+    assert winner(choose(target, p, Options(prefer=("flashinfer_block",)))) != "flashinfer_block"
+    many = problem(*BLOCKS, target=target, k=256, n=128, m=64)
+    with pytest.raises(NoKernelError, match="0-31"):
+        choose(target, many, Options(force="flashinfer_block"))
+
+
+def test_what_was_not_run_on_hardware_is_not_in_front() -> None:
+    every = "sm{}+vllm+deepgemm+flashinfer"
+    for number, pair, expected in (
+        (90, BLOCKS, "triton_block"),
+        (100, BLOCKS, "triton_block"),
+        (100, ROW, "torch_row"),
+        (120, ("tensor", "tensor"), "torch_tensor"),
+    ):
+        target = Target.parse(every.format(number))
+        p = problem(*pair, target=target, k=256, n=128, use_fast_accum=True)
+        assert winner(choose(target, p, DEFAULTS)) == expected
 
 
 def test_prefer_falls_back_and_says_so() -> None:
