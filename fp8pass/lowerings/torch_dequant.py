@@ -31,7 +31,10 @@ _WHOLE_ZEROS = (
     "float32 int32",
     "float32 int64",
     "float32 float32",
+    "codes int32",
 )
+#: The source subtracts them from float32 codes, and so does the kernel.
+_LESS_ZEROS = ("codes int32", "codes int64", "codes float32")
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -43,7 +46,7 @@ def _takes_dequant(target: Target, problem: ScaledMMProblem) -> Verdict:
     return need.all_of(
         lambda: need.scales_along(name, problem),
         lambda: need.plain_scales(name, problem, zero_point=True),
-        lambda: need.exact_zero_point(name, problem, _SMALL_ZEROS),
+        lambda: need.exact_zero_point(name, problem, (*_SMALL_ZEROS, *_LESS_ZEROS)),
         lambda: need.converts(name, target, problem),
         lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
         lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
@@ -160,8 +163,8 @@ def _emit_int8(graph: fx.Graph, site: EmitSite) -> fx.Node:
     total = matrix_like(site.val, torch.int32)
     out = call(graph, aten._int_mm.default, (site.a, site.b), val=total)
     how = site.problem.zero
-    if how == "codes":  # of an int8 zero point: the same whole number
-        how = "int32"
+    if how == "codes":  # the same whole number, in as many bits as it may take
+        how = "int32" if site.problem.zero_dtype == torch.int8 else "int64"
     if site.zero is not None and how != "float32":
         out = take_off(graph, site, out, torch.int32 if how == "int32" else torch.int64)
     wide = matrix_like(site.val, torch.float32)

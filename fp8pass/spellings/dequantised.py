@@ -257,6 +257,8 @@ class _Walk:
         pad = self.a.codes
         if not is_call(pad, aten.constant_pad_nd.default) or self.a.moves or self.a.scale:
             return False
+        if self.a.zero is not None:  # it has the padded rows
+            return False
         inside, cut = tensor(pad.args[0]), tensor(user)
         sizes: Any = pad.args[1]
         if inside is None or cut is None or inside.dim() != 2 or len(sizes) != 4:

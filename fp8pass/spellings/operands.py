@@ -130,12 +130,30 @@ def read_operand(node: Any, side: str) -> Operand | None:
         else:
             return None
     inner_first = tuple(reversed(moves))
+    if zero is not None and not _keeps_rows(zero, moves):
+        return None
     if multiplied is None or scale is None:
         return Operand(codes, inner_first, zero=zero)
     found = _scale(scale, multiplied, moves[:outer], side)
     if found is None:
         return None
     return Operand(codes, inner_first, *found, zero=zero)
+
+
+def _keeps_rows(zero: fx.Node, moves: list[fx.Node]) -> bool:
+    """Whether the rows of a zero point are still those of the matrix after ``moves``."""
+    held = tensor(zero)
+    if held is None or one_element(held):
+        return held is not None
+    for move in moves:
+        before, after = tensor(move.args[0]), tensor(move)
+        if is_call(move, *_COPIES):
+            continue
+        if not is_call(move, *VIEWS) or before is None or after is None or after.dim() < 2:
+            return False
+        if not same(before.shape[-1], after.shape[-1]):
+            return False
+    return True
 
 
 def _less_zero(node: Any) -> tuple[fx.Node, fx.Node] | None:

@@ -10,9 +10,11 @@ from torch import fx
 from fp8pass.ops.product_form import ProductForm
 from fp8pass.spellings.dequantised import DequantisedMatch, keys_of
 from fp8pass.spellings.operands import Operand
+from fp8pass.spellings.put_zero_point import clamped_zero
 from fp8pass.spellings.walk import VIEWS, aten, is_call, one_element, same, val
 from fp8pass.workbench import Workbench
 
+_CONVERT = torch.ops.prims.convert_element_type.default
 _SAME_MEMORY = (aten.clone.default, aten.alias.default)
 
 
@@ -94,6 +96,8 @@ def _scale(
 def _zero(bench: Workbench, zero: fx.Node, like: fx.Node) -> fx.Node:
     """A zero point of one element, or as ``[M, 1]``."""
     value = val(zero)
+    if value.dtype != torch.int8 and clamped_zero(zero):  # fits, and more kernels take it
+        zero = bench.call(_CONVERT, (zero, torch.int8), like)
     if one_element(value) or (value.dim() == 2 and same(value.shape[1], 1)):
         return zero
     return _reshape(bench, zero, [-1, 1], like)

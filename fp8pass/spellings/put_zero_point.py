@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from fp8pass.ops.forms import QuantForm
 from fp8pass.spellings.quantize import QuantMatch
-from fp8pass.spellings.walk import aten, dtype_of, val
+from fp8pass.spellings.walk import aten, cast_to, dtype_of, is_call, item, peel_views, val
 from fp8pass.workbench import Workbench
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -43,3 +44,17 @@ def put_pair(bench: Workbench, pair: fx.Node, found: QuantMatch) -> tuple[fx.Nod
         with bench.graph.inserting_after(zero):
             zero = bench.call(_CONVERT, (zero, wanted), found.root)
     return scale, zero
+
+
+def clamped_zero(node: fx.Node) -> bool:
+    """Whether ``node`` is the zero point of a quantise that was read and clamps it to its codes."""
+    node = peel_views(node)
+    if cast_to(node) is not None:
+        node = peel_views(node.args[0])  # type: ignore[assignment]
+    if not is_call(node, aten.slice.Tensor, aten.select.int) or node.args[2] != 1:
+        return False
+    made = item(node.args[0], 1)
+    if not is_call(made, torch.ops.fp8pass.quantize.default):
+        return False
+    form = QuantForm.parse(str(made.args[2]))
+    return form.asymmetric and form.zero_clamp == "codes"
