@@ -25,7 +25,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
-from fp8pass.spellings.dequantised import INT_MM, DequantisedMatch
+from fp8pass.spellings.dequantised import DequantisedMatch
 from fp8pass.spellings.library_ops import (
     LibraryOp,
     LinearMatch,
@@ -75,7 +75,7 @@ def touches_fp8(graph: fx.Graph) -> bool:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node) or is_int8_cast(node) or is_call(node, INT_MM):
+        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node):
             return True
     return False
 
