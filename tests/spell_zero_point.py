@@ -37,10 +37,13 @@ def token(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
 
 
 def token_by_zero(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """As compressed-tensors computes it: the range holds 0, the zero point is clamped and rounded."""
+    """As compressed-tensors computes it: the range holds 0, the zero point is clamped."""
     wide = y.float()
     low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
-    low, high = torch.minimum(low, torch.zeros_like(low)), torch.maximum(high, torch.zeros_like(high))
+    low, high = (
+        torch.minimum(low, torch.zeros_like(low)),
+        torch.maximum(high, torch.zeros_like(high)),
+    )
     scale = (high - low) / 255.0 + 1e-6
     zero = torch.round(torch.clamp(-128 - low / scale, -128, 127)).to(I8)
     return torch.round(torch.clamp(wide / scale + zero, -128, 127)).to(I8), scale, zero
@@ -49,7 +52,10 @@ def token_by_zero(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
 def _torchao(y: Tensor, dims: list[int], lo: int = -128, hi: int = 127) -> tuple[Tensor, ...]:
     """As torchao 0.18: scale and zero point in the dtype of the values."""
     low, high = y.amin(dims, keepdim=True), y.amax(dims, keepdim=True)
-    low, high = torch.minimum(low, torch.zeros_like(low)), torch.maximum(high, torch.zeros_like(high))
+    low, high = (
+        torch.minimum(low, torch.zeros_like(low)),
+        torch.maximum(high, torch.zeros_like(high)),
+    )
     scale = ((high - low) / float(hi - lo)).clamp(min=2.0**-23)
     zero = (lo - torch.round(low / scale)).clamp(lo, hi).to(I8)
     scale = scale.float()
@@ -72,7 +78,10 @@ def torchao_symmetric(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     """Its symmetric mapping: a zero point of zeros, and the largest |x| by both ends."""
     dims = [y.dim() - 1]
     low, high = y.amin(dims, keepdim=True), y.amax(dims, keepdim=True)
-    low, high = torch.minimum(low, torch.zeros_like(low)), torch.maximum(high, torch.zeros_like(high))
+    low, high = (
+        torch.minimum(low, torch.zeros_like(low)),
+        torch.maximum(high, torch.zeros_like(high)),
+    )
     scale = (torch.maximum(-low, high) / 127.5).clamp(min=2.0**-23)
     zero = torch.full_like(scale, 0).to(I8)
     scale = scale.float()
@@ -160,3 +169,27 @@ ZERO_PRODUCTS: dict[str, tuple[Product, str]] = {
     "values": (by_values, "both,ab,codes"),
     "shifted": (shifted, "none,ab"),
 }
+
+
+def int8_asymmetric(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None = None) -> Tensor:
+    """A linear of torchao 0.18 on a CPU; ``w [N, K]``, ``sw [N, 1]``."""
+    q, scale, zero = torchao_token(x, sw)
+    return _torchao_linear(q, scale, zero, w, sw, bias)
+
+
+def int8_symmetric(x: Tensor, w: Tensor, sw: Tensor, bias: Tensor | None = None) -> Tensor:
+    return _torchao_linear(*torchao_symmetric(x, sw), None, w, sw, bias)
+
+
+def _torchao_linear(
+    q: Tensor, s: Tensor, zero: Tensor | None, w: Tensor, sw: Tensor, bias: Tensor | None
+) -> Tensor:
+    turned, k, shape = w.t(), w.shape[1], (*q.shape[:-1], w.shape[0])
+    moved = (q.view(-1, k).to(I32) + 128).to(torch.uint8)
+    total = torch._int_mm(moved, turned) - 128 * turned.sum(0, keepdim=True, dtype=I32)
+    y = (total.float() * s.view(-1, 1)).to(BF16)
+    if zero is not None:
+        off = zero.view(-1, 1).to(F32) * s.view(-1, 1) * w.sum(-1).to(F32)
+        y = y - off.to(BF16)
+    y = (y * sw.view(-1)).view(shape)
+    return (y if bias is None else y + bias).to(BF16)

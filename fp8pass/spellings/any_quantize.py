@@ -1,4 +1,4 @@
-"""Every reader of a quantise that ends in a cast to fp8 or int8: those of libraries, then the usual."""
+"""Every reader of a quantise that ends in a cast to fp8 or int8: of libraries, then the usual."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     q ─┬────────── _int_mm ─ [- 128 * sum(w)] ─ [- zero * sum(w)] ─ cast f32 ─ [- zero * sum(w)]
        └ + 128, u8 ┘
 
-Codes that were shifted to uint8 (torchao does on CPUs) and shifted back afterwards are the product of
-the codes themselves. The sums have to be those of the very weight that is multiplied, along K.
+Codes that were shifted to uint8 (torchao does on CPUs) and shifted back afterwards are the product
+of the codes themselves. The sums have to be those of the very weight that is multiplied, along K.
 """
 
 from __future__ import annotations
@@ -35,9 +35,12 @@ _WHOLE = (torch.int32, torch.int64)
 #: Dtypes in which a sum over K of int8 codes is exact, for every K that is read.
 _SUMS = (*_WHOLE, torch.float32)
 ZEROS = (torch.int8, *_SUMS)
-#: From here on a sum of products of int8 codes less a zero point (or of uint8 codes) may leave int32.
+#: From here on a sum of products of codes less a zero point, or of uint8 codes, may leave int32.
 _SHIFTED_SUMMANDS = 2**31 // (255 * 128)
 _ONLY = "its int32 sum is not converted to float32 alone"
+_NOT_ZERO = (
+    "is not a zero point's correction, the zero point times the sums of the columns of this weight"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +110,7 @@ def is_sum_of_columns(node: Any, b: Any) -> bool:
 
 
 def zero_of_rows(node: Any, value: torch.Tensor) -> bool:
-    """Whether ``node`` can be a zero point of the rows of ``value``: one number, or ``[..., 1]``."""
+    """Whether ``node`` can be a zero point of the rows of ``value``: one, or ``[..., 1]``."""
     held = tensor(node)
     if held is None or held.dtype not in ZEROS or held.dim() > value.dim():
         return False
@@ -127,7 +130,7 @@ def _correction(node: Any, b: Any, value: torch.Tensor, dtypes: Any) -> fx.Node 
     for zero, sums in (node.args, node.args[::-1]):
         if is_sum_of_columns(sums, b) and isinstance(zero, fx.Node) and zero_of_rows(zero, value):
             # as it was made: a cast that loses nothing is done again, in the dtype of the form
-            inner = zero.args[0] if cast_to(zero) in _SUMS else zero
+            inner: Any = zero.args[0] if cast_to(zero) in _SUMS else zero
             return inner if dtype_of(inner) in (torch.int8, torch.int32) else zero
     return None
 
@@ -148,7 +151,8 @@ def _taken_off(at: fx.Node) -> tuple[fx.Node, Any] | None:
 
 def read_integers(product: fx.Node) -> IntegerProduct | str:
     """The int8 product behind the ``_int_mm`` at ``product``, or why it is not one."""
-    a, b = product.args[0], product.args[1]
+    a: Any = product.args[0]
+    b = product.args[1]
     value = tensor(product)
     assert value is not None
     at = product
@@ -168,14 +172,16 @@ def read_integers(product: fx.Node) -> IntegerProduct | str:
         if made not in _WHOLE:
             return f"{_ONLY}: what is taken off it at {taken[0].name} is {dtype_of(taken[1])}"
         zero = _correction(taken[1], b, value, (torch.int32, torch.int64))
-        if zero is None or dtype_of(taken[1]) != made or dtype_of(zero) not in (
-            torch.int8,
-            *_WHOLE,
-        ):
-            return (
-                f"{_ONLY}: what is taken off it at {taken[0].name} is not a zero point's correction,"
-                " the zero point times the sums of the columns of this weight"
+        if (
+            zero is None
+            or dtype_of(taken[1]) != made
+            or dtype_of(zero)
+            not in (
+                torch.int8,
+                *_WHOLE,
             )
+        ):
+            return f"{_ONLY}: what is taken off it at {taken[0].name} {_NOT_ZERO}"
         at, how = taken[0], "int32" if made == torch.int32 else "int64"
     after = only_user(at)
     if after is None or cast_to(after) != torch.float32:
@@ -186,10 +192,7 @@ def read_integers(product: fx.Node) -> IntegerProduct | str:
         if taken is not None and dtype_of(taken[0]) == torch.float32:
             zero = _correction(taken[1], b, value, (torch.float32,))
             if zero is None:
-                return (
-                    f"what is taken off it at {taken[0].name} is not a zero point's correction,"
-                    " the zero point times the sums of the columns of this weight"
-                )
+                return f"what is taken off it at {taken[0].name} {_NOT_ZERO}"
             start, how = taken[0], "float32"
     if zero is not None and _depth(a) >= _SHIFTED_SUMMANDS:
         return f"its int32 sum over K = {_depth(a)} less a zero point may overflow"
@@ -199,8 +202,4 @@ def read_integers(product: fx.Node) -> IntegerProduct | str:
 def _is_shift(node: Any, b: Any) -> bool:
     """Whether ``node`` is ``128 * sum(b)`` in int32."""
     found = commuted(node, (aten.mul.Tensor, aten.mul.Scalar), lambda a: scalar(a) == 128.0)
-    return (
-        found is not None
-        and dtype_of(node) == torch.int32
-        and is_sum_of_columns(found[1], b)
-    )
+    return found is not None and dtype_of(node) == torch.int32 and is_sum_of_columns(found[1], b)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import fx
 
 from fp8pass.ops.forms import QuantForm
-from fp8pass.spellings.quantize import QuantMatch
+from fp8pass.spellings.quantize import ROUND, QuantMatch, clamped
 from fp8pass.spellings.walk import aten, cast_to, dtype_of, is_call, item, peel_views, val
 from fp8pass.workbench import Workbench
 
@@ -47,10 +49,20 @@ def put_pair(bench: Workbench, pair: fx.Node, found: QuantMatch) -> tuple[fx.Nod
 
 
 def clamped_zero(node: fx.Node) -> bool:
-    """Whether ``node`` is the zero point of a quantise that was read and clamps it to its codes."""
+    """Whether ``node`` is a zero point that int8 holds: clamped, or of a quantise that clamps it.
+
+    Without a quantise that was read it has to be whole as well: made an integer after its clamp.
+    """
     node = peel_views(node)
+    whole = cast_to(node) in (torch.int32, torch.int64)
     if cast_to(node) is not None:
-        node = peel_views(node.args[0])  # type: ignore[assignment]
+        node = peel_views(node.args[0])
+    inner: Any = node
+    while is_call(inner, *ROUND) or cast_to(inner) is not None:
+        inner = peel_views(inner.args[0])
+    limits = clamped(inner)
+    if whole and limits is not None and -128 <= limits[1] <= limits[2] <= 127:
+        return True
     if not is_call(node, aten.slice.Tensor, aten.select.int) or node.args[2] != 1:
         return False
     made = item(node.args[0], 1)

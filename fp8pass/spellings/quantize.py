@@ -260,7 +260,9 @@ def _read(root: fx.Node) -> QuantMatch | str:
     assert dtype is not None
     clamp = _unclamped(root)
     if clamp is None and dtype == torch.int8:
-        return "the number is not x / scale, rounded and clamped, with or without a zero point added"
+        return (
+            "the number is not x / scale, rounded and clamped, with or without a zero point added"
+        )
     if clamp is None:
         return "there is no clamp before it, so an overflow differs between versions of torch"
     quotient, lo, hi = clamp

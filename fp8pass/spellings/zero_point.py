@@ -214,10 +214,10 @@ def _summands(root: fx.Node) -> tuple[Any, Any, str, float, float] | None:
     if rounded and (lo % 1 or hi % 1):
         return None
     if rounded:
-        found = commuted(body, (aten.add.Tensor,), lambda a: applied(peel_views(a)) and a)
-        if found is None or applied(peel_views(found[1])) is not None:
+        quotient_of = commuted(body, (aten.add.Tensor,), lambda a: applied(peel_views(a)) and a)
+        if quotient_of is None or applied(peel_views(quotient_of[1])) is not None:
             return None
-        return peel_views(found[0]), found[1], "before", lo, hi
+        return peel_views(quotient_of[0]), quotient_of[1], "before", lo, hi
     round_of = commuted(
         body, (aten.add.Tensor,), lambda a: a if is_call(peel_views(a), *ROUND) else None
     )

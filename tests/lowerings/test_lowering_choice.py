@@ -174,7 +174,7 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROW = ("token", "channel")
 #: INT8 with a zero point
 ASYM = ("token/asym", "channel")
-ZERO: dict[str, Any] = {
+ZERO: dict[str, object] = {
     "dtypes": (torch.int8, torch.int8), "zero": "int32", "zero_dtype": torch.int32,
 }  # fmt: skip
 

@@ -182,8 +182,12 @@ def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: in
 @pytest.mark.parametrize("m", [0, 1, 17])
 @pytest.mark.parametrize(
     ("how", "dtype"),
-    [(how, dtype) for how in ("int32", "int64", "float32", "codes") for dtype in (torch.int8,
-     torch.int32)] + [("float32", F32), ("codes", F32)],
+    [
+        (how, dtype)
+        for how in ("int32", "int64", "float32", "codes")
+        for dtype in (torch.int8, torch.int32)
+    ]
+    + [("float32", F32), ("codes", F32)],
     ids=str,
 )
 @pytest.mark.parametrize("kernel", ["torch_int8", "torch_dequant"])

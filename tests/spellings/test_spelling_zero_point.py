@@ -318,9 +318,7 @@ def _reversed(
     return (total.float() * s * sb + b).to(BF16)
 
 
-def _halved(
-    q: Tensor, s: Tensor, z: Tensor, w: Tensor, sb: Tensor, b: Tensor, v: Tensor
-) -> Tensor:
+def _halved(q: Tensor, s: Tensor, z: Tensor, w: Tensor, sb: Tensor, b: Tensor, v: Tensor) -> Tensor:
     """An ``alpha``: half of the correction."""
     total = torch.sub(torch._int_mm(q, w.t()), z * w.sum(1, dtype=I32), alpha=2)
     return (total.float() * s * sb + b).to(BF16)
@@ -344,7 +342,10 @@ def _sum(w: Tensor, dim: int, dtype: torch.dtype = I32) -> Tensor:
 WRONG: dict[str, tuple[Wrong, Wrong]] = {
     "another_weight": (_int32(lambda w, v: _sum(v, 1)), _int32(lambda w, v: _sum(w, 1))),
     "over_the_other_dim": (_int32(lambda w, v: _sum(w, 0)), _int32(lambda w, v: _sum(w.t(), 0))),
-    "over_n_of_the_transpose": (_int32(lambda w, v: _sum(w.t(), 1)), _int32(lambda w, v: _sum(w, 1))),
+    "over_n_of_the_transpose": (
+        _int32(lambda w, v: _sum(w.t(), 1)),
+        _int32(lambda w, v: _sum(w, 1)),
+    ),
     "a_column_of_sums": (
         _int32(lambda w, v: w.sum(1, keepdim=True, dtype=I32)),
         _int32(lambda w, v: w.t().sum(0, keepdim=True, dtype=I32)),
