@@ -145,13 +145,14 @@ def _generic_on_cpu(
     use_fast_accum: bool,
     prepared: torch.Tensor | None,
     form: str = "",
+    zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The own product where it computes what the keys and the form say, else the reference."""
     kinds = [QuantKey.parse(key).granularity for key in (act_key, weight_key)]
     plain = all(kind in ("tensor", "token", "channel") for kind in kinds)
     if form or not plain or torch.int8 in (a.dtype, b.dtype):
         return linear.scaled_product(
-            a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form
+            a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form, zero_point
         )
     scale_a, scale_b = map(linear.shaped_scale, (scale_a, scale_b), kinds)
     return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)

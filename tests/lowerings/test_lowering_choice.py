@@ -175,6 +175,11 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROW = ("token", "channel")
 BLOCKS = ("group1x128", "group128x128")
 INT8 = (torch.int8, torch.int8)
+#: INT8 with a zero point
+ASYM = ("token/asym", "channel")
+ZERO: dict[str, object] = {
+    "dtypes": (torch.int8, torch.int8), "zero": "int32", "zero_dtype": torch.int32,
+}  # fmt: skip
 
 # kernel, target, (granularities, changes) that fail, code, words of the message, the control
 CONDITIONS = [
@@ -237,6 +242,23 @@ CONDITIONS = [
      ["overflow"], (ROW, {"dtypes": (torch.int8, torch.int8), "k": 2**17 - 1})),
     ("torch_int8_cpu", "cpu", ROW, {"dtypes": (torch.int8, torch.int8), "k": None}, "FP8-L017",
      ["not known"], None),
+    *(
+        (kernel, target, ASYM, {**ZERO, "dtypes": dtypes}, "FP8-L007", ["asym", "symmetric"], None)
+        for kernel, target, dtypes in (
+            ("cpu", "cpu", (F8, F8)), ("torch_row", "sm90", (F8, F8)),
+            ("torch_channel", "sm90", (F8, F8)), ("triton_skinny", "sm90", (F8, F8)),
+            ("triton_general", "sm90", (F8, F8)), ("vllm_cutlass", "sm90+vllm", (F8, F8)),
+        )
+    ),
+    ("torch_int8_cpu", "cpu", ("token", "channel/asym"), ZERO, "FP8-L007", ["asym"], (ASYM, ZERO)),
+    ("torch_int8_cpu", "cpu", ASYM, {**ZERO, "zero": "codes", "zero_dtype": F32}, "FP8-L007",
+     ["codes float32"], (ASYM, {**ZERO, "zero": "codes"})),
+    ("torch_int8_cpu", "cpu", ASYM, {**ZERO, "k": 2**16 + 2**9}, "FP8-L017", ["zero point"],
+     (ASYM, {**ZERO, "k": 2**16})),
+    ("torch_dequant", "cpu", ASYM, ZERO, "FP8-L007", ["int32 int32"],
+     (ASYM, {**ZERO, "zero_dtype": torch.int8})),
+    ("torch_dequant", "cpu", ASYM, {**ZERO, "zero": "float32"}, "FP8-L007", ["float32 int32"],
+     (ASYM, {**ZERO, "zero": "codes"})),
     ("torch_int8", "sm80", ROW, {"dtypes": (torch.int8, torch.int8), "m": 16}, "FP8-L014",
      ["17-", "16"], (ROW, {"dtypes": (torch.int8, torch.int8), "m": 17})),
     ("torch_int8", "sm80", ROW, {"dtypes": (torch.int8, torch.int8), "m": 17, "n": 12}, "FP8-L009",
