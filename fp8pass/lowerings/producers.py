@@ -19,7 +19,7 @@ from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
-from fp8pass.target import Target
+from fp8pass.target import UNKNOWN, Target
 from fp8pass.workbench import Workbench
 
 INDUCTOR = "inductor"
@@ -99,6 +99,8 @@ class ProducerChoice:
 
 def consider_producer(kernel: ProducerKernel, target: Target, problem: ProducerProblem) -> Verdict:
     """Whether ``kernel`` can take the site, apart from what the user asked for."""
+    if target.kind == UNKNOWN and UNKNOWN not in kernel.kinds:
+        return no("FP8-L061", kernel=kernel.name, target=target.spec)
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
