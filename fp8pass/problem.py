@@ -77,6 +77,7 @@ class ScaledMMProblem:
         packed: leading strides equal the row lengths (no padding between rows).
         prepared: the site carries a weight copy made by :func:`fp8pass.prepare`.
         device_type: torch's device type of the operands.
+        prepared_dtype: dtype of that copy, None where it is not known: which copy it is.
     """
 
     activation: QuantKey
@@ -92,3 +93,4 @@ class ScaledMMProblem:
     packed: bool = True
     prepared: bool = False
     device_type: str = HOST
+    prepared_dtype: torch.dtype | None = None

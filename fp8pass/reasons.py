@@ -250,8 +250,7 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L060",
         "needs prepare: e4m3fnuz",
-        "kernel {kernel} multiplies float8_e4m3fnuz on {target}, the site has {what} of "
-        "float8_e4m3fn",
+        "kernel {kernel} takes float8_e4m3fnuz on {target}, the site has {what} of float8_e4m3fn",
         'call fp8pass.prepare(model, "{target}") before compiling: it converts the weights of '
         "Fp8Linear and their inputs to e4m3fnuz and doubles the scales, at no cost of memory",
     ),
@@ -273,6 +272,14 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "numerics contract",
         "kernel {kernel} does not round as the source does: {why}",
         'set numerics="fast", or prefer the kernel by name',
+    ),
+    Reason(
+        "FP8-L064",
+        "needs prepare: a weight in tiles",
+        "kernel {kernel} needs a copy of the weight laid out in tiles for {target}, which the site "
+        "does not carry",
+        'call fp8pass.prepare(model, "{target}", shuffle=True) before compiling; it costs one more '
+        "byte per weight",
     ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(

@@ -44,8 +44,13 @@ def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> O
 
 
 def _producer(base: OpSpec, module: str) -> OpSpec:
+    return _producer_of("triton", base, f"fp8pass.kernels.{module}")
+
+
+def _producer_of(library: str, base: OpSpec, module: str) -> OpSpec:
+    """The operator ``<library>_<base>``, run by the function ``base`` of ``module``."""
     spec = OpSpec(
-        f"triton_{base.name}",
+        f"{library}_{base.name}",
         base.schema,
         base.reference,
         base.fake,
@@ -53,7 +58,7 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
         1e-3,
         "the order of a reduction, and the last bits of exp, erf, tanh and rsqrt",
     )
-    return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
+    return _with_kernel(spec, _kernel(module, base.name))
 
 
 TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")

@@ -11,6 +11,15 @@ from __future__ import annotations
 from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass  # isort: split
 
 from fp8pass.lowerings import torch_block, torch_dequant
+
+# ROCm's libraries
+from fp8pass.lowerings import (  # isort: skip
+    aiter_block,
+    aiter_producers,
+    aiter_row,
+    aiter_shuffled,
+    vllm_skinny,
+)
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -41,6 +50,10 @@ __all__ = [
     "EmitSite",
     "Kernel",
     "Rejection",
+    "aiter_block",
+    "aiter_producers",
+    "aiter_row",
+    "aiter_shuffled",
     "choose",
     "consider",
     "cpu",
@@ -55,4 +68,5 @@ __all__ = [
     "triton",
     "unregister",
     "vllm_cutlass",
+    "vllm_skinny",
 ]

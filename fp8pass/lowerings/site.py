@@ -63,7 +63,7 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
     """The problem of a ``fp8pass::scaled_mm`` node."""
     a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, _ = _arguments(draft.node)
     va, vb = val(a), val(b)
-    vbias = tensor(bias)
+    vbias, copy = tensor(bias), tensor(prepared)
     return ScaledMMProblem(
         activation=QuantKey.parse(act_key),
         weight=QuantKey.parse(weight_key),
@@ -78,6 +78,7 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
         packed=_packed(va, vb),
         prepared=prepared is not None,
         device_type=va.device.type,
+        prepared_dtype=None if copy is None else copy.dtype,
     )
 
 
