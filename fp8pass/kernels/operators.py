@@ -134,10 +134,13 @@ def _generic_on_cpu(
     """The own product where it computes what the keys and the form say, else the reference."""
     kinds = [QuantKey.parse(key).granularity for key in (act_key, weight_key)]
     plain = all(kind in ("tensor", "token", "channel") for kind in kinds)
-    if form or not plain or torch.int8 in (a.dtype, b.dtype):
+    own = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if form or not plain or a.dtype not in own or b.dtype not in own:
         return linear.scaled_product(
             a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form
         )
+    if prepared is not None and prepared.dtype != torch.bfloat16:
+        prepared = None  # laid out for another device
     scale_a, scale_b = map(linear.shaped_scale, (scale_a, scale_b), kinds)
     return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
 
