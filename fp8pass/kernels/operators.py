@@ -167,3 +167,6 @@ SCALED_MM_PLANNED = _product(
     False,
     "0-16=triton_skinny;17-=torch_row",
 )
+
+# behind what it is made of
+from fp8pass.kernels import rocm_operators  # noqa: E402, F401  isort: skip

@@ -11,7 +11,7 @@ from fp8pass.ops.forms import ActForm, LayerNormForm, NormForm, QuantForm, dynam
 from fp8pass.ops.library import SPECS, OpSpec
 
 # last, since it builds on all of the above: the operators of single kernels
-from fp8pass.kernels import operators, rocm_operators  # isort: skip
+from fp8pass.kernels import operators  # isort: skip
 
 __all__ = [
     "SPECS",
@@ -27,6 +27,5 @@ __all__ = [
     "norm",
     "operators",
     "quantize",
-    "rocm_operators",
     "static_form",
 ]

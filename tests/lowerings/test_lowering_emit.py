@@ -32,8 +32,17 @@ VIEWS = (
     _aten.reshape.default,
     _aten.slice.Tensor,
 )
-#: Tested below with operands of their own.
-SPECIAL = ("torch_int8", "torch_int8_cpu", "torch_block")
+#: Tested below with operands of their own, or in test_rocm_libraries.py.
+SPECIAL = (
+    "torch_int8",
+    "torch_int8_cpu",
+    "torch_block",
+    "vllm_skinny",
+    "aiter_row",
+    "aiter_int8",
+    "aiter_shuffled",
+    "aiter_block",
+)
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
@@ -53,6 +62,13 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_int8": ("torch_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
     "torch_int8_cpu": ("torch_int8_cpu", "cpu", {"dtypes": INT8}, ("tensor", "tensor")),
     "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
+    "vllm_skinny": (
+        "vllm_skinny", "gfx942+vllm==0.21", {"bias": BF16, "packed": False}, ("tensor", "tensor")
+    ),
+    "aiter_row": ("aiter_row", "gfx950+aiter", {"bias": BF16}, ROW),
+    "aiter_int8": ("aiter_int8", "gfx942+aiter", {"dtypes": INT8}, ROW),
+    "aiter_shuffled": ("aiter_shuffled", "gfx942+aiter", {"prepared": True}, ROW),
+    "aiter_block": ("aiter_block", "gfx942+aiter", {"k": 256, "n": 128}, BLOCKS),
     "torch_channel_mixed_f32": ("torch_channel", "gfx942", {"out_dtype": F32}, ("token", "tensor")),
 }
 
