@@ -86,6 +86,7 @@ def convert_linear(linear: Fp8Linear, dtype: torch.dtype) -> bool:
         if shared is not None:
             linear._buffers["input_scale"] = shared * factor
             linear._rejoin_scale(shared)
+    linear._fnuz = dtype == E4M3FNUZ
     before, after = (str(d).removeprefix("torch.") for d in (had, dtype))
     for name in ("_act_key", "_weight_key"):
         key = getattr(linear, name)

@@ -123,6 +123,8 @@ class Fp8Linear(nn.Module):
         self.recipe = found.name
         self._act_key = str(found.act)
         self._weight_key = str(found.weight)
+        #: Whether the codes are e4m3fnuz: :func:`fp8pass.fnuz.convert_linear`.
+        self._fnuz = False
         #: Whether ``weight_prepared`` is a copy in tiles (ROCm), not the CPU's.
         self._tiles = False
         self._shared_scale: SharedScale | None = None
@@ -204,8 +206,9 @@ class Fp8Linear(nn.Module):
         # Not the module's constants: under dynamic=True Dynamo makes a graph input of a global
         # float, and then nobody who reads the graph can know its value.
         # In e4m3fnuz every value is half as large: see fp8pass/fnuz.py.
-        fp8 = self.weight.dtype
-        largest, floor = (448.0, 1e-12) if fp8 == FP8 else (224.0, 2e-12)
+        fnuz = self._fnuz
+        fp8 = E4M3FNUZ if fnuz else FP8
+        largest, floor = (224.0, 2e-12) if fnuz else (448.0, 1e-12)
         if self.recipe == "static":
             scale = self.input_scale
             assert scale is not None
@@ -224,7 +227,7 @@ class Fp8Linear(nn.Module):
         if self.weight_merged is not None:
             return self._merged_product(q, scale, x).reshape(shape)
         # torch has no product of e4m3fnuz on a CPU.
-        if self.weight_prepared is not None or (fp8 != FP8 and self.weight.device.type == HOST):
+        if self.weight_prepared is not None or (fnuz and self.weight.device.type == HOST):
             return self._prepared_product(q, scale, x).reshape(shape)
         bias = self.bias
         if bias is not None and x.dtype == torch.float32:
@@ -262,7 +265,7 @@ class Fp8Linear(nn.Module):
             scales.narrow(1, start, size),
             bias,
             x,
-            _CHANNEL_KEY if self.weight.dtype == FP8 else _CHANNEL_KEY_FNUZ,
+            _CHANNEL_KEY_FNUZ if self._fnuz else _CHANNEL_KEY,
         )
 
     def _product(
@@ -297,7 +300,7 @@ class Fp8Linear(nn.Module):
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
         text += ", merged" if self.weight_merged is not None else ""
-        text += ", e4m3fnuz" if self.weight.dtype == E4M3FNUZ else ""
+        text += ", e4m3fnuz" if self._fnuz else ""
         return text + (", prepared" if self.weight_prepared is not None else "")
 
     # -- moving, loading, copying: the codes keep their dtype, shared scales stay shared, and the
@@ -450,8 +453,8 @@ class Fp8Linear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        fnuz = "fnuz" in state["_weight_key"]
-        state["_buffers"]["weight"] = state["_buffers"]["weight"].view(E4M3FNUZ if fnuz else FP8)
+        fp8 = E4M3FNUZ if state["_fnuz"] else FP8
+        state["_buffers"]["weight"] = state["_buffers"]["weight"].view(fp8)
         prepared = state.pop("_was_prepared", False)
         super().__setstate__(state)
         if prepared:
