@@ -145,9 +145,7 @@ def unprepare(model: nn.Module) -> int:
     return sum([m.unprepare_weight() | m.unmerge() | convert_linear(m, E4M3FN) for m in linears])
 
 
-def _converted(
-    linears: list[tuple[str, Fp8Linear]], target: Target
-) -> tuple[int, dict[str, str]]:
+def _converted(linears: list[tuple[str, Fp8Linear]], target: Target) -> tuple[int, dict[str, str]]:
     """Give every linear codes that the target multiplies; ``(how many, name -> why not)``."""
     dtype = E4M3FNUZ if target.fp8_dtype == E4M3FNUZ else E4M3FN
     done, left = 0, {}

@@ -264,7 +264,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L062",
         "version of a library",
-        "kernel {kernel} needs {library} {wants} or newer for {what}, the target {target} has {has}",
+        "kernel {kernel} needs {library} {wants} or newer for {what}, the target {target} has "
+        "{has}",
         "name the version in the target, as in gfx942+vllm==0.21, if it is newer",
     ),
     Reason(

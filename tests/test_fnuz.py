@@ -58,6 +58,7 @@ def test_and_back() -> None:
 
 # ---- a model -------------------------------------------------------------------------------------
 
+
 @pytest.fixture(autouse=True)
 def no_grad() -> Iterator[None]:
     with torch.no_grad():
@@ -186,7 +187,9 @@ def test_a_converted_model_is_read_and_lowered() -> None:
     products = found.report.select("scaled_mm")
     assert {site.kernel for site in products} == {"torch_tensor"}
     assert len(found.report.select(status="fused")) == 3
-    quantised = [n for n in found.graph.after.graph.nodes if "convert_element_type" in str(n.target)]
+    quantised = [
+        n for n in found.graph.after.graph.nodes if "convert_element_type" in str(n.target)
+    ]
     assert FNUZ in {node.args[1] for node in quantised} and FN not in {n.args[1] for n in quantised}
 
 

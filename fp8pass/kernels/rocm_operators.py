@@ -43,6 +43,7 @@ def _row_reference(
     out_dtype: torch.dtype,
     split_k: bool,
 ) -> torch.Tensor:
+    """As :func:`fp8pass.ops.linear.scaled_mm`; ``split_k`` says how, not what it computes."""
     value = linear.product_of_codes(a, b) * scale_a * scale_b
     return (value if bias is None else value + bias.to(torch.float32)).to(out_dtype)
 
@@ -83,7 +84,7 @@ def shuffle(codes: torch.Tensor) -> torch.Tensor:
 def unshuffle(codes: torch.Tensor) -> torch.Tensor:
     """The inverse of :func:`shuffle`."""
     n, k = codes.shape
-    tiles = codes.view(torch.uint8).view(n // 16, k // 32, 2, 16, 16)
+    tiles = codes.contiguous().view(torch.uint8).view(n // 16, k // 32, 2, 16, 16)
     return tiles.permute(0, 3, 1, 2, 4).reshape(n, k).view(codes.dtype)
 
 
@@ -94,6 +95,7 @@ def _shuffled_reference(
     scale_b: torch.Tensor,
     out_dtype: torch.dtype,
 ) -> torch.Tensor:
+    """As :func:`fp8pass.ops.linear.scaled_mm`, of a weight that :func:`shuffle` laid out."""
     weight = unshuffle(tiles)
     return linear.dequantised_product(a, weight.t(), scale_a, scale_b, None, out_dtype)
 
@@ -144,6 +146,7 @@ def _block_reference(
     out_dtype: torch.dtype,
     split_k: bool,
 ) -> torch.Tensor:
+    """As :func:`fp8pass.ops.linear.scaled_mm` with a scale per block."""
     return linear.scaled_product(a, b, scale_a, scale_b, None, out_dtype, *_BLOCK_KEYS, "")
 
 

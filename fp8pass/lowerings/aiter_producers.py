@@ -1,7 +1,7 @@
 """Kernel ``aiter`` for fused producers: AITER's norm + quantise and SiLU·mul + quantise.
 
-What they compute was read in AITER's ``aiter/ops/rmsnorm.py``, its kernel ``rmsnorm_quant_opus`` and
-the Triton kernels of ``aiter/ops/triton`` (revisions of 2026):
+What they compute was read in AITER's ``aiter/ops/rmsnorm.py``, its kernel ``rmsnorm_quant_opus``
+and the Triton kernels of ``aiter/ops/triton`` (revisions of 2026):
 
 - RMSNorm per token: ``n = x.f32 * rsqrt(mean + eps) * weight`` in float32, where a form with a
   product after the cast asks for the cast (``model_sensitive``); the product itself is not rounded;
@@ -153,8 +153,9 @@ def rms_norm_quant(
     rows = _rows(x)
     shape = quant.scale_shape(tuple(x.shape))
     if not rows.numel():
-        q, scale_out = rows.new_empty(x.shape, dtype=quant.dtype), rows.new_empty(
-            shape, dtype=torch.float32
+        q, scale_out = (
+            rows.new_empty(x.shape, dtype=quant.dtype),
+            rows.new_empty(shape, dtype=torch.float32),
         )
     elif quant.group is not None:
         q, scale_out, _ = _group_norm(rows, weight, eps, quant.dtype, None)

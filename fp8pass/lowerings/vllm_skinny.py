@@ -12,8 +12,8 @@ It is there where vLLM's compiled library for ROCm is loaded (``import vllm._cus
 - gfx942 and gfx950 in every version. On RDNA4 (wave32) it came later, and a sibling of it was wrong
   for more than 4096 columns there (vllm#40827): known versions and K up to 4096 only. A build for
   another architecture has an empty kernel, which leaves its output as it was;
-- more activations than fit in the local memory (64 KiB, 160 KiB on gfx950) take a slower path of the
-  same kernel, which is no limit.
+- more activations than fit in the local memory (64 KiB, 160 KiB on gfx950) take a slower path of
+  the same kernel, which is no limit.
 """
 
 from __future__ import annotations

@@ -63,7 +63,10 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_int8_cpu": ("torch_int8_cpu", "cpu", {"dtypes": INT8}, ("tensor", "tensor")),
     "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
     "vllm_skinny": (
-        "vllm_skinny", "gfx942+vllm==0.21", {"bias": BF16, "packed": False}, ("tensor", "tensor")
+        "vllm_skinny",
+        "gfx942+vllm==0.21",
+        {"bias": BF16, "packed": False},
+        ("tensor", "tensor"),
     ),
     "aiter_row": ("aiter_row", "gfx950+aiter", {"bias": BF16}, ROW),
     "aiter_int8": ("aiter_int8", "gfx942+aiter", {"dtypes": INT8}, ROW),

@@ -100,7 +100,11 @@ def ck_row(XQ: Any, WQ: Any, x_scale: Any, w_scale: Any, bias: Any, dtype: Any, 
 )
 def test_row(library: Any, dtype: torch.dtype, pair: tuple[str, str]) -> None:
     calls = library("aiter.ops.gemm_op_a8w8:gemm_a8w8_CK", ck_row)
-    for m, out, bias, split in ((1, BF16, BF16, False), (5, F16, None, True), (0, BF16, None, True)):
+    for m, out, bias, split in (
+        (1, BF16, BF16, False),
+        (5, F16, None, True),
+        (0, BF16, None, True),
+    ):
         p = problem(*pair, dtypes=(dtype, dtype), out_dtype=out, bias=bias, k=64, packed=m == 1)
         v = operands(p, m, "cpu", seed=m)
         scales = v["scale_a"], v["scale_b"]

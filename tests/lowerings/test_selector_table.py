@@ -47,12 +47,14 @@ GRANULARITIES = {
 #: Kernels that multiply by float32 scales of a symmetric quantisation; what can do more is named
 #: otherwise.
 PLAIN = frozenset(
-    "cpu cpu_prepared torch_tensor torch_row torch_channel torch_block torch_dequant torch_int8"
-    " torch_int8_cpu triton_skinny triton_general vllm_cutlass vllm_skinny aiter_row aiter_int8"
-    " aiter_block aiter_shuffled".split()
-)
+    (
+        "cpu", "cpu_prepared", "torch_tensor", "torch_row", "torch_channel", "torch_block",
+        "torch_dequant", "torch_int8", "torch_int8_cpu", "triton_skinny", "triton_general",
+        "vllm_cutlass", "vllm_skinny", "aiter_row", "aiter_int8", "aiter_block", "aiter_shuffled",
+    )
+)  # fmt: skip
 WITHOUT_BIAS = frozenset(("torch_block", "aiter_block", "aiter_shuffled"))
-#: What a kernel's name may hold on a target without FP8 products: no fp8 activations are multiplied.
+#: What a kernel's name may hold on a target without FP8 products: no fp8 is multiplied by fp8.
 NOT_NATIVE = ("dequant", "w8a16", "woq", "marlin")
 ROWS = (1, 4, 17, None)
 BF16 = torch.bfloat16
@@ -144,7 +146,9 @@ def _pair(kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMPro
     return "it takes just that" if real in wants else None
 
 
-def _value(kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem) -> str | None:
+def _value(
+    kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem
+) -> str | None:
     """Dtypes: what is refused is there, and is not among what is taken."""
     _, _, rest = text.partition(" does not take ")
     refused, _, wants = rest.partition("; it takes ")
@@ -178,7 +182,9 @@ def _bias(kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMPro
     return None if text.endswith(f"has {dtype_name(p.bias)}") else "the bias is another"
 
 
-def _needs(kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem) -> str | None:
+def _needs(
+    kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem
+) -> str | None:
     wants = text.partition(" needs ")[2].partition(", the target is ")[0]
     if target.spec not in text:
         return "the target is another"
@@ -231,8 +237,12 @@ def _version(
     return "it is new enough" if has and has >= (int(found[2]), int(found[3])) else None
 
 
-def _limit(kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem) -> str | None:
-    sizes = {int(number) for number in re.findall(r"\b([NK]) = (\d+)", text) for number in number[1:]}
+def _limit(
+    kernel: str, text: str, choice: Choice, target: Target, p: ScaledMMProblem
+) -> str | None:
+    sizes = {
+        int(number) for number in re.findall(r"\b([NK]) = (\d+)", text) for number in number[1:]
+    }
     return None if sizes <= {p.n, p.k} else f"the sizes are {p.n} and {p.k}"
 
 
