@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -205,6 +206,16 @@ def test_unknown_device_types(nothing_warned_of: None, recwarn: pytest.WarningsR
     target = module._detect("mps", None)
     assert (target.kind, target.device_type) == (UNKNOWN, "mps")
     assert len(warned(recwarn)) == 1
+
+
+def test_aiter_is_found_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(torch.ops._C, "cutlass_scaled_mm")
+    assert module._loaded_libraries() == ()
+    aiter = ModuleType("aiter")
+    monkeypatch.setitem(sys.modules, "aiter", aiter)
+    assert module._loaded_libraries() == (("aiter", ""),)
+    monkeypatch.setattr(aiter, "__version__", "0.1.7.dev3+g12", raising=False)
+    assert module._loaded_libraries() == (("aiter", "0.1.7.dev3+g12"),)
 
 
 def test_versions_of_libraries() -> None:

@@ -2,9 +2,10 @@
 
 Rules read in AITER's ``aiter/ops/gemm_op_a8w8.py`` and ``csrc/ck_gemm_a8w8_blockscale``: packed
 matrices ``[M, K]`` and ``[N, K]`` in the device's own e4m3, float32 scales ``[M, K / 128]`` and
-``[N / 128, K / 128]``, both row-major; bf16 or fp16 results, no bias. Each block's sum is scaled in
-float32 and there is one rounding, as long as K is not split (see :mod:`aiter_row`): so the compiled
-kernel itself is called, and AITER's choice of one only under ``numerics="fast"``.
+``[N / 128, K / 128]``, both row-major; bf16 or fp16 results, no bias, K a multiple of 256. Each
+block's sum is scaled in float32 and there is one rounding, as long as K is not split (see
+:mod:`aiter_row`): so the compiled kernel itself is called, and AITER's choice of one only under
+``numerics="fast"``.
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import call
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
-from fp8pass.reasons import Verdict
+from fp8pass.reasons import YES, Verdict, no
 from fp8pass.target import Target
 
 NAME = "aiter_block"
 _MODULES = ("aiter.ops.gemm_op_a8w8", "aiter")
 _BLOCKS = (("group1x128", "group128x128"),)
+#: K of a tile of the kernel that is called where none was tuned; it may not be cut short.
+_DEPTH = 256
 
 
 def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
@@ -39,7 +42,15 @@ def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
         lambda: need.bias_dtype(NAME, problem, ()),
         lambda: need.layouts(NAME, problem),
         lambda: need.multiples(NAME, problem, 128),
+        lambda: _depth(problem),
     )
+
+
+def _depth(problem: ScaledMMProblem) -> Verdict:
+    assert problem.k is not None
+    if problem.k % _DEPTH:
+        return no("FP8-L009", kernel=NAME, what="K", wants=_DEPTH, has=problem.k)
+    return YES
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:

@@ -261,6 +261,8 @@ CONDITIONS = [
      {"k": 256, "n": 128, "dtypes": (F8, F8)}, "FP8-L060", ["activations"], None),
     ("aiter_block", "gfx942+aiter", ("group1x128/ue8m0", "group128x128/ue8m0"),
      {"k": 256, "n": 128}, "FP8-L007", ["ue8m0"], None),
+    ("aiter_block", "gfx942+aiter", ("group1x128", "group128x128"), {"k": 384, "n": 128},
+     "FP8-L009", ["K", "256", "384"], (("group1x128", "group128x128"), {"k": 512, "n": 128})),
     ("aiter_block", "gfx942+aiter", ("group1x64", "group64x64"), {"k": 256, "n": 128}, "FP8-L003",
      ["group1x64"], None),
     ("aiter_int8", "gfx942+aiter", ("token/asym", "channel"), {"dtypes": (torch.int8, torch.int8)},
