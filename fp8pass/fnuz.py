@@ -76,6 +76,8 @@ def convert_linear(linear: Fp8Linear, dtype: torch.dtype) -> bool:
     had = linear.weight.dtype
     if had == dtype:
         return False
+    import fp8pass.ops  # noqa: F401  registers the operator that the forward may call now
+
     convert, factor = (to_fnuz, 2.0) if dtype == E4M3FNUZ else (from_fnuz, 0.5)
     with torch.inference_mode(False), torch.no_grad():
         codes, scale = convert(linear.weight, linear.weight_scale)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import models
 import pytest
@@ -173,6 +176,27 @@ def test_copies_pickles_and_moves() -> None:
         assert other.linear.weight.dtype == FNUZ
         assert torch.equal(other(x), wanted)
     assert model.to("meta").linear.weight.dtype == FNUZ
+
+
+def test_in_a_fresh_process(tmp_path: Path) -> None:
+    """The forward calls an operator, which must be registered by then."""
+    program = f"""
+import pickle, sys, torch, models
+from fp8pass.preparation import prepare
+if len(sys.argv) > 1:
+    model = pickle.load(open({str(tmp_path / "model")!r}, "rb"))
+else:
+    model = models.build(models.Pair, "static")
+    prepare(model, "gfx942")
+    pickle.dump(model, open({str(tmp_path / "model")!r}, "wb"))
+with torch.no_grad():
+    model(models.rows(2).to(torch.bfloat16))
+"""
+    for argument in ([], ["load"]):
+        done = subprocess.run(
+            [sys.executable, "-c", program, *argument], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
 
 
 def test_a_converted_model_is_read_and_lowered() -> None:
