@@ -79,6 +79,7 @@ class ScaledMMProblem:
         device_type: torch's device type of the operands.
         zero: how a zero point of ``a`` is taken off (the ``zero`` of the product's form), or
             ``none``; ``zero_dtype``: its dtype.
+        prepared_dtype: dtype of that copy, None where it is not known: which copy it is.
     """
 
     activation: QuantKey
@@ -96,3 +97,4 @@ class ScaledMMProblem:
     device_type: str = HOST
     zero: str = "none"
     zero_dtype: torch.dtype | None = None
+    prepared_dtype: torch.dtype | None = None

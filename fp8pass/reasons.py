@@ -253,6 +253,42 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "kernel {kernel} is not known to keep the numerics contract: {why}",
         "force it by name to have it, best with self_check=True, which compares it first",
     ),
+    # FP8-L060 and on: ROCm, and architectures that are not known
+    Reason(
+        "FP8-L060",
+        "needs prepare: e4m3fnuz",
+        "kernel {kernel} takes float8_e4m3fnuz on {target}, the site has {what} of float8_e4m3fn",
+        'call fp8pass.prepare(model, "{target}") before compiling: it converts the weights of '
+        "Fp8Linear and their inputs to e4m3fnuz and doubles the scales, at no cost of memory",
+    ),
+    Reason(
+        "FP8-L061",
+        "the architecture is not known",
+        "kernel {kernel} was written for architectures that are known, and nothing is known of "
+        "{target}",
+        "the graph keeps the operators it came with; Target.parse lists the known names",
+    ),
+    Reason(
+        "FP8-L062",
+        "version of a library",
+        "kernel {kernel} needs {library} {wants} or newer for {what}, the target {target} has "
+        "{has}",
+        "name the version in the target, as in gfx942+vllm==0.21, if it is newer",
+    ),
+    Reason(
+        "FP8-L063",
+        "numerics contract",
+        "kernel {kernel} does not round as the source does: {why}",
+        'set numerics="fast", or prefer the kernel by name',
+    ),
+    Reason(
+        "FP8-L064",
+        "needs prepare: a weight in tiles",
+        "kernel {kernel} needs a copy of the weight laid out in tiles for {target}, which the site "
+        "does not carry",
+        'call fp8pass.prepare(model, "{target}", shuffle=True) before compiling; it costs one more '
+        "byte per weight",
+    ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(
         "FP8-P001",

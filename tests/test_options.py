@@ -81,7 +81,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("fuel", True, ">= 0"),
     ("fuel", float("inf"), ">= 0"),
     ("fuel", float("nan"), ">= 0"),
-    ("target", "sm42", "sm90"),
+    ("target", "sn42", "sm90"),
     ("target", "sm90+nonsense", "cutlass"),
     ("target", 90, "string"),
     ("force", "fastest", KERNELS[0]),

@@ -44,8 +44,13 @@ def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> O
 
 
 def _producer(base: OpSpec, module: str) -> OpSpec:
+    return _producer_of("triton", base, f"fp8pass.kernels.{module}")
+
+
+def _producer_of(library: str, base: OpSpec, module: str) -> OpSpec:
+    """The operator ``<library>_<base>``, run by the function ``base`` of ``module``."""
     spec = OpSpec(
-        f"triton_{base.name}",
+        f"{library}_{base.name}",
         base.schema,
         base.reference,
         base.fake,
@@ -53,7 +58,7 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
         1e-3,
         "the order of a reduction, and the last bits of exp, erf, tanh and rsqrt",
     )
-    return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
+    return _with_kernel(spec, _kernel(module, base.name))
 
 
 TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")
@@ -150,10 +155,13 @@ def _generic_on_cpu(
     """The own product where it computes what the keys and the form say, else the reference."""
     kinds = [QuantKey.parse(key).granularity for key in (act_key, weight_key)]
     plain = all(kind in ("tensor", "token", "channel") for kind in kinds)
-    if form or not plain or torch.int8 in (a.dtype, b.dtype):
+    own = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if form or not plain or a.dtype not in own or b.dtype not in own:
         return linear.scaled_product(
             a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form, zero_point
         )
+    if prepared is not None and prepared.dtype != torch.bfloat16:
+        prepared = None  # laid out for another device
     scale_a, scale_b = map(linear.shaped_scale, (scale_a, scale_b), kinds)
     return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
 
@@ -281,3 +289,6 @@ SCALED_MM_PLANNED = _product(
     "0-16=triton_skinny;17-=torch_row",
     reference=_planned_reference,
 )
+
+# behind what it is made of
+from fp8pass.kernels import rocm_operators  # noqa: E402, F401  isort: skip

@@ -19,6 +19,14 @@ from fp8pass.lowerings import (  # isort: split
     vllm_int8,
 )
 
+# ROCm's libraries
+from fp8pass.lowerings import (  # isort: skip
+    aiter_block,
+    aiter_producers,
+    aiter_row,
+    aiter_shuffled,
+    vllm_skinny,
+)
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -49,6 +57,10 @@ __all__ = [
     "EmitSite",
     "Kernel",
     "Rejection",
+    "aiter_block",
+    "aiter_producers",
+    "aiter_row",
+    "aiter_shuffled",
     "choose",
     "consider",
     "cpu",
@@ -67,4 +79,5 @@ __all__ = [
     "vllm_block",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_skinny",
 ]

@@ -21,7 +21,7 @@ from fp8pass.lowerings.tables import Table, table_for
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import Target
+from fp8pass.target import UNKNOWN, Target
 
 FORCED = "forced"
 PREFERRED = "preferred"
@@ -76,6 +76,8 @@ class Choice:
 def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdict:
     """Whether ``kernel`` can take the site, or a part of its range of M; what the user asked for is
     not looked at."""
+    if target.kind == UNKNOWN and UNKNOWN not in kernel.kinds:
+        return no("FP8-L061", kernel=kernel.name, target=target.spec)
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)

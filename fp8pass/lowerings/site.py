@@ -66,7 +66,7 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
         draft.node
     )
     va, vb = val(a), val(b)
-    vbias = tensor(bias)
+    vbias, copy = tensor(bias), tensor(prepared)
     return ScaledMMProblem(
         activation=QuantKey.parse(act_key),
         weight=QuantKey.parse(weight_key),
@@ -83,6 +83,7 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
         device_type=va.device.type,
         zero=ProductForm.parse(form).zero,
         zero_dtype=None if zero is None else val(zero).dtype,
+        prepared_dtype=None if copy is None else copy.dtype,
     )
 
 

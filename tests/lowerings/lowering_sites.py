@@ -62,7 +62,7 @@ def operands(
     def randn(*shape: int) -> torch.Tensor:
         if g is None:
             return torch.empty(shape, device=device)
-        return torch.randn(*shape, generator=g)
+        return torch.randn(shape, generator=g)
 
     def scale(shape: tuple[int, ...]) -> torch.Tensor:
         return randn(*shape).abs() * 0.01 + 0.001 if g is not None else randn(*shape)

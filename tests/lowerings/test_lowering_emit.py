@@ -33,10 +33,11 @@ VIEWS = (
     _aten.reshape.default,
     _aten.slice.Tensor,
 )
-#: Tested below with operands of their own.
+#: Tested below with operands of their own, or in test_rocm_libraries.py.
 SPECIAL = (
     "torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8",
     "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_block",
+    "vllm_skinny", "aiter_row", "aiter_int8", "aiter_shuffled", "aiter_block",
 )  # fmt: skip
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -80,6 +81,16 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
         "torch_dequant", "sm80", {**ZERO, "zero": "codes", "zero_dtype": F32}, ASYM,
     ),
     "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
+    "vllm_skinny": (
+        "vllm_skinny",
+        "gfx942+vllm==0.21",
+        {"bias": BF16, "packed": False},
+        ("tensor", "tensor"),
+    ),
+    "aiter_row": ("aiter_row", "gfx950+aiter", {"bias": BF16}, ROW),
+    "aiter_int8": ("aiter_int8", "gfx942+aiter", {"dtypes": INT8}, ROW),
+    "aiter_shuffled": ("aiter_shuffled", "gfx942+aiter", {"prepared": True}, ROW),
+    "aiter_block": ("aiter_block", "gfx942+aiter", {"k": 256, "n": 128}, BLOCKS),
     "torch_channel_mixed_f32": ("torch_channel", "gfx942", {"out_dtype": F32}, ("token", "tensor")),
 }  # fmt: skip
 
