@@ -233,6 +233,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu": (*_SOME, *_DEMOS),
     "unknown": _DEMOS,
 }  # fmt: skip
+#: Those of sm90 that tests/gpu/record_h200.py compiles on the device.
+RECORDED = tuple(name for name in CASES["sm90"] if name not in _DEMOS)
 #: target -> options of the pass. vLLM's product accumulates in less than float32, which only
 #: ``fast`` allows, and others come before it where they were measured to be faster.
 OPTIONS: dict[str, dict[str, Any]] = {
