@@ -9,6 +9,7 @@ quantisation.)
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -59,6 +60,24 @@ def from_fnuz(codes: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, t
     if bool(((raw & 0x7F) == 0x7F).any()):
         raise UnsupportedError("from_fnuz: a code of 240 has no counterpart in float8_e4m3fn")
     return raw.masked_fill(raw == _MINUS_ZERO, 0x7F).view(E4M3FN), scale / 2
+
+
+def why_not_loaded(held: torch.dtype, prefix: str, state: Mapping[str, torch.Tensor]) -> str | None:
+    """Why a state dict cannot be loaded into an ``Fp8Linear`` with codes of ``held``, or None.
+
+    Codes of ``held`` are loaded as they are, and those of e4m3fn converted; scales that come
+    without codes are taken for e4m3fn's.
+    """
+    new = state.get(prefix + "weight")
+    if new is not None and new.dtype not in (E4M3FN, held):
+        return (
+            f"{prefix}weight is {new.dtype}, and an Fp8Linear holds {held} codes: load such a "
+            "checkpoint before quantize_, not after"
+        )
+    scales = [prefix + name for name in ("weight_scale", "input_scale")]
+    if new is None and held != E4M3FN and any(name in state for name in scales):
+        return f"{prefix}weight is missing beside its scales, and those of {held} codes are others"
+    return None
 
 
 def convert_linear(linear: Fp8Linear, dtype: torch.dtype) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import OptionError, UnsupportedError, choices
-from fp8pass.fnuz import E4M3FNUZ, convert_linear
+from fp8pass.fnuz import E4M3FNUZ, convert_linear, why_not_loaded
 from fp8pass.quant_key import (
     QuantKey,
     fp8_max,
@@ -403,19 +403,10 @@ class Fp8Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        new_weight = state_dict.get(prefix + "weight")
-        held = self.weight.dtype
-        if new_weight is not None and new_weight.dtype not in (FP8, held):
-            error_msgs.append(
-                f"{prefix}weight is {new_weight.dtype}, and an Fp8Linear holds {held} codes: load "
-                "such a checkpoint before quantize_, not after"
-            )
-            return
-        scales = [prefix + name for name in ("weight_scale", "input_scale")]
-        if new_weight is None and held != FP8 and any(name in state_dict for name in scales):
-            error_msgs.append(
-                f"{prefix}weight is missing beside its scales, and those of {held} codes are others"
-            )
+        new_weight, held = state_dict.get(prefix + "weight"), self.weight.dtype
+        why = why_not_loaded(held, prefix, state_dict)
+        if why is not None:
+            error_msgs.append(why)
             return
         if new_weight is not None and new_weight.dtype != held:
             convert_linear(self, FP8)  # and back again, behind the loading

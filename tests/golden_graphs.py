@@ -262,6 +262,8 @@ CASES: dict[str, tuple[str, ...]] = {
     "cpu": (*_SOME, "int8-zero-point", *_DEMOS),
     "unknown": _DEMOS,
 }  # fmt: skip
+#: Those of sm90 that tests/gpu/record_h200.py compiles on the device.
+RECORDED = tuple(name for name in CASES["sm90"] if name not in _DEMOS)
 #: target -> options of the pass. vLLM's product accumulates in less than float32, which only
 #: ``fast`` allows, and others come before it where they were measured to be faster.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -358,7 +360,7 @@ def scaled_mm(
     """``aten._scaled_mm`` in float32, rounded once; scales after the product, those of blocks
     before it."""
     assert scale_result is None and out_dtype is not None
-    if scale_b.dim() == 2 and a.shape[1] // scale_b.shape[0] == GROUP:
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:
         wide_b = scale_b.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
         value = torch.mm(a.float() * scale_a.repeat_interleave(GROUP, 1), b.float() * wide_b)
         return (value if bias is None else value + bias.float()).to(out_dtype)
