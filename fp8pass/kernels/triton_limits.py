@@ -12,7 +12,7 @@ from functools import cache
 import torch
 
 from fp8pass.errors import OptionError
-from fp8pass.ops.forms import MODEL_DTYPES, ActForm, NormForm, QuantForm
+from fp8pass.ops.forms import MODEL_DTYPES, ActForm, LayerNormForm, NormForm, QuantForm
 
 #: fp8 dtypes that the casts of NVIDIA GPUs produce, and int8.
 CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
@@ -111,6 +111,29 @@ def why_not_norm(
         product = torch.promote_types(norm.mid, weight_dtype)
         if product != torch.float32:
             return f"a cast to {norm.out} after a product that is rounded to {product}"
+    return _why_not_width(width, MAX_ROW) or _why_not_quant(quant, width)
+
+
+@cache
+def why_not_layer_norm(
+    form: str,
+    quant_form: str,
+    width: int | None,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> str | None:
+    """Why the kernel for ``layer_norm_quant`` refuses a site; as :func:`why_not_norm`."""
+    try:
+        norm, quant = LayerNormForm.parse(form), QuantForm.parse(quant_form)
+    except OptionError as error:
+        return str(error)
+    if (norm.affine == "none") != (weight_dtype is None and bias_dtype is None):
+        return f"the form {form} {'with' if norm.affine == 'none' else 'without'} weight or bias"
+    dtypes = {"an input": x_dtype, "a weight": weight_dtype, "a bias": bias_dtype}
+    for name, dtype in dtypes.items():
+        if dtype is not None and (why := _why_not_dtype(name, dtype)):
+            return why
     return _why_not_width(width, MAX_ROW) or _why_not_quant(quant, width)
 
 
