@@ -237,6 +237,10 @@ def store_groups(
     lies in one chunk, and within the row or beyond it. Scales of a row are ``group_stride`` apart.
     """
     for c in tl.static_range(CHUNKS):
+        if SCALE != "given":
+            blocks = tl.reshape(tl.abs(chunks[c]), (CHUNK // GROUP, GROUP))
+            amax = tl.reduce(blocks, 1, larger)
+            scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
         groups = (start + c * CHUNK) // GROUP + tl.arange(0, CHUNK // GROUP)
         places = scale_row + tl.cast(groups, tl.int64) * group_stride
         if SCALE == "given":
@@ -244,14 +248,10 @@ def store_groups(
                 used = tl.load(places)
             else:
                 used = tl.load(places, mask=groups < LIMIT // GROUP, other=1.0)
+        elif LIMIT == 0:
+            tl.store(places, scale)
         else:
-            blocks = tl.reshape(tl.abs(chunks[c]), (CHUNK // GROUP, GROUP))
-            amax = tl.reduce(blocks, 1, larger)
-            scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
-            if LIMIT == 0:
-                tl.store(places, scale)
-            else:
-                tl.store(places, scale, mask=groups < LIMIT // GROUP)
+            tl.store(places, scale, mask=groups < LIMIT // GROUP)
         first, second, third = prepared(used, APPLY, QUOTIENT, ORDINARY)
         if APPLY != "div":
             first = spread(first, GROUP, CHUNK)
