@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.ops import activation, linear, norm, quantize
+from fp8pass.ops import activation, layer_norm, linear, norm, quantize
 from fp8pass.ops.library import LIBRARY, OpSpec, register
 from fp8pass.quant_key import QuantKey
 
@@ -63,6 +63,7 @@ def _producer_of(library: str, base: OpSpec, module: str) -> OpSpec:
 
 TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")
 TRITON_ADD_RMS_NORM_QUANT = _producer(norm.ADD_RMS_NORM_QUANT, "triton_norm")
+TRITON_LAYER_NORM_QUANT = _producer(layer_norm.LAYER_NORM_QUANT, "triton_layer_norm")
 TRITON_SILU_MUL_QUANT = _producer(activation.SILU_MUL_QUANT, "triton_activation")
 TRITON_ACT_MUL_QUANT = _producer(activation.ACT_MUL_QUANT, "triton_activation")
 TRITON_QUANTIZE = _producer(quantize.SPEC, "triton_quantize")
