@@ -17,6 +17,35 @@ from fp8pass.kernels.triton_gemm_tiles import Tile, shared_out
 #: (bucket of rows, N, K) -> Tile; depth 128 and at most 128 columns.
 _MEASURED: dict[tuple[int, int, int], Tile] = {
     # begin measured
+    # H200, torch 2.11, Triton 3.6, 2026-12-02: microseconds, with the kernel that writes A
+    (16, 4096, 4096): Tile(True, 16, 64, 128, 4, 4, splits=4),  # 10.1
+    (16, 4096, 14336): Tile(True, 16, 64, 128, 4, 6, splits=4, group=16, prefetch=512),  # 22.0
+    (16, 6144, 4096): Tile(True, 16, 64, 128, 4, 4, splits=4),  # 12.2
+    (16, 28672, 4096): Tile(True, 16, 64, 128, 4, 4, prefetch=512, overlap=False),  # 33.9
+    (32, 4096, 4096): Tile(True, 32, 64, 128, 4, 4, splits=4),  # 10.9
+    (32, 4096, 14336): Tile(True, 32, 64, 128, 4, 4, splits=4),  # 23.2
+    (32, 6144, 4096): Tile(True, 32, 64, 128, 4, 3, splits=4),  # 13.4
+    (32, 28672, 4096): Tile(True, 32, 64, 128, 4, 4),  # 35.8
+    (64, 4096, 4096): Tile(True, 64, 64, 128, 4, 3, splits=4),  # 13.2
+    (64, 4096, 14336): Tile(True, 64, 64, 128, 4, 4, splits=4),  # 29.2
+    (64, 6144, 4096): Tile(True, 64, 64, 128, 4, 3, splits=4),  # 16.4
+    (64, 28672, 4096): Tile(True, 64, 64, 128, 4, 7, prefetch=512),  # 51.0
+    (128, 4096, 4096): Tile(False, 64, 64, 128, 4, 4, splits=2),  # 14.4
+    (128, 4096, 14336): Tile(False, 64, 128, 128, 4, 4, splits=4, group=4),  # 30.6
+    (128, 6144, 4096): Tile(False, 64, 128, 128, 4, 4, splits=2),  # 17.8
+    (128, 28672, 4096): Tile(False, 64, 128, 128, 4, 4, prefetch=512),  # 48.0
+    (256, 4096, 4096): Tile(False, 64, 128, 128, 4, 4, splits=2),  # 18.1
+    (256, 4096, 14336): Tile(False, 64, 128, 128, 4, 4, splits=2, group=16),  # 43.5
+    (256, 6144, 4096): Tile(False, 64, 64, 128, 4, 3, overlap=False),  # 23.8
+    (256, 28672, 4096): Tile(False, 64, 128, 128, 4, 4, prefetch=512),  # 84.9
+    (512, 4096, 4096): Tile(False, 64, 128, 128, 4, 4, prefetch=512),  # 23.9
+    (512, 4096, 14336): Tile(False, 64, 128, 128, 4, 4, prefetch=512),  # 71.6
+    (512, 6144, 4096): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 42.8
+    (512, 28672, 4096): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 149.4
+    (1024, 4096, 4096): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 168.2
+    (1024, 4096, 14336): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 576.2
+    (1024, 6144, 4096): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 254.5
+    (1024, 28672, 4096): Tile(False, 64, 128, 128, 4, 3, prefetch=512),  # 1162.0
     # end measured
 }
 
