@@ -25,6 +25,7 @@ from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
+from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
@@ -189,7 +190,10 @@ class Run:
         node = draft.node
         site = emit_site(draft, problem, target, self.options.numerics)
         with bench.graph.inserting_before(node):
-            if choice.kernel is not None:
+            checked = checked_plan(target, problem, choice, self.options)
+            if checked:
+                result = emit_planned(bench.graph, site, choice, checked)
+            elif choice.kernel is not None:
                 result = choice.kernel.emit(bench.graph, site)
             else:
                 result = emit_planned(bench.graph, site, choice)

@@ -35,6 +35,8 @@ class Options:
         disable: kernel names never to use.
         dump: folder for before/after graphs and reports.
         fuel: apply at most this many rewrites (for bisecting); None = no limit.
+        self_check: compare a kernel of another library with the reference on its first call; one
+            that differs or raises is disabled for the process (debugging; costs time and memory).
     """
 
     target: str | None = None
@@ -45,6 +47,7 @@ class Options:
     disable: tuple[str, ...] = ()
     dump: str | None = None
     fuel: int | None = None
+    self_check: bool = False
 
     @staticmethod
     def names() -> tuple[str, ...]:
@@ -123,7 +126,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
         if text not in ("exact", "fast"):
             raise OptionError(f"{source}: {value!r} is not allowed; allowed: 'exact', 'fast'")
         return text
-    if name == "strict":
+    if name in ("strict", "self_check"):
         if isinstance(value, bool):
             return value
         if text is not None and text.lower() in _TRUE + _FALSE:

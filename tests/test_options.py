@@ -23,7 +23,7 @@ def resolve(env: dict[str, str] | None = None, **arguments: Any) -> Options:
 
 def test_defaults() -> None:
     assert resolve() == Options()
-    assert Options() == Options(None, "exact", False, None, (), (), None, None)
+    assert Options() == Options(None, "exact", False, None, (), (), None, None, False)
 
 
 def test_arguments_win_over_the_environment() -> None:
@@ -47,11 +47,12 @@ def test_every_option_has_a_variable() -> None:
         "disable": f" {KERNELS[-1]} , ",
         "dump": "folder",
         "fuel": " 5 ",
+        "self_check": "1",
     }
     assert set(good) == set(Options.names())
     options = resolve({f"FP8PASS_{name.upper()}": value for name, value in good.items()})
     assert options == Options(
-        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5
+        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5, True
     )
 
 
@@ -135,6 +136,7 @@ def test_key_has_what_changes_a_rewrite() -> None:
         "force": "x",
         "prefer": ("x",),
         "disable": ("x",),
+        "self_check": True,
         "fuel": 1,
     }
     made = {Options(**{name: value}).key() for name, value in changes.items()}

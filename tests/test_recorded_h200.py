@@ -45,7 +45,7 @@ PARTS = {
     "vllm_cutlass_int8": "fp8pass.vllm_cutlass_scaled_mm.default",
     "vllm_cutlass_block": "fp8pass.vllm_cutlass_block_mm.default",
     "deepgemm_block": "fp8pass.deepgemm_block_mm.default",
-    "flashinfer_tensor": "fp8pass.flashinfer_bmm_fp8.default",
+    "flashinfer_tensor": "fp8pass.flashinfer_scaled_mm.default",
     "flashinfer_block": "fp8pass.flashinfer_block_mm.default",
     "vllm_cutlass": "fp8pass.vllm_cutlass_scaled_mm.default",
 }

@@ -259,7 +259,7 @@ VLLM_CUTLASS_BLOCK_MM = _library_block("vllm_cutlass_block_mm", "vllm_block", "r
 DEEPGEMM_BLOCK_MM = _library_block("deepgemm_block_mm", "deepgemm", "run_library")
 FLASHINFER_BLOCK_MM = _library_block("flashinfer_block_mm", "flashinfer", "run_block")
 FLASHINFER_BMM_FP8 = _product(
-    "flashinfer_bmm_fp8", "", _kernel("fp8pass.lowerings.flashinfer", "run_tensor")
+    "flashinfer_scaled_mm", "", _kernel("fp8pass.lowerings.flashinfer", "run_tensor")
 )
 
 
