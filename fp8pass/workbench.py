@@ -264,6 +264,8 @@ _MERGED = frozenset(
         aten.clamp.default,
         aten.clamp_min.default,
         aten.clamp_max.default,
+        aten.clamp_max.Tensor,
+        aten.clamp.Tensor,
         aten.reciprocal.default,
         aten.round.default,
         aten.log2.default,

@@ -624,6 +624,32 @@ def _static_as(dtype: torch.dtype) -> Quant:
     return lambda y, s: (saturated(y.float() / s, top, dtype),)
 
 
+def bounded(scale: Callable[[Tensor, Tensor], Tensor]) -> Quant:
+    """Per token, with ``scale(amax, bound)`` where the bound is a tensor of one element."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        made = scale(y.float().abs().amax(-1, keepdim=True), s)
+        return saturated(y.float() / made), made
+
+    return fn
+
+
+def group_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    parts = y.float().unflatten(-1, (y.shape[-1] // G, G))
+    scale = torch.minimum((parts.abs().amax(-1) / 448), s).clamp(min=1e-10)
+    return saturated(parts / scale[..., None]).flatten(-2), scale
+
+
+def token_inverse_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    r = 448.0 / torch.clamp(y.float().abs().amax(-1, keepdim=True), max=s * 200).clamp(min=1e-12)
+    return saturated(y.float() * r), r.reciprocal()
+
+
+def tensor_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = (torch.minimum(s * 300, y.float().abs().amax()) / 448).clamp(min=1e-12)
+    return saturated(y.float() / scale), scale
+
+
 _E4 = "float8_e4m3fn,"
 _END = "div,-448.0,448.0"
 _LOW = float(torch.tensor(1e-4))  # a tensor of float32 holds another number
@@ -646,6 +672,34 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
     "upper_bound": (
         _token(lambda a: (a.clamp(max=3.0) / 448).clamp(min=1e-6)),
         f"{_E4}token,float32,div,448.0,scale,1e-06,{_END},ceiling=3.0",
+    ),
+    "tensor_bound": (
+        bounded(lambda a, s: (a.clamp(max=s * 200) / 448).clamp(min=1e-12)),
+        f"{_E4}token,float32,div,448.0,scale,1e-12,{_END},upper=amax",
+    ),
+    "tensor_bound_last": (
+        bounded(lambda a, s: torch.minimum(a.clamp(min=1e-4), s * 200) * (1 / 448)),
+        f"{_E4}token,float32,mul,{_RECIP},amax,0.0001,{_END},upper=amax_last",
+    ),
+    "tensor_bound_of_scale": (
+        bounded(lambda a, s: torch.minimum(s, a / 448)),
+        f"{_E4}token,float32,div,448.0,none,0.0,{_END},upper=scale",
+    ),
+    "tensor_bound_of_scale_last": (
+        bounded(lambda a, s: torch.minimum((a / 448).clamp(min=1e-4), s)),
+        f"{_E4}token,float32,div,448.0,scale,0.0001,{_END},upper=scale_last",
+    ),
+    "group_bounded": (
+        group_bounded,
+        f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},upper=scale",
+    ),
+    "token_inverse_bounded": (
+        token_inverse_bounded,
+        f"{_E4}token,float32,inverse,448.0,amax,1e-12,mul_inverse,-448.0,448.0,upper=amax",
+    ),
+    "tensor_bounded": (
+        tensor_bounded,
+        f"{_E4}tensor,float32,div,448.0,scale,1e-12,{_END},upper=amax",
     ),
     "both_bounds": (
         _token(lambda a: a.clamp(1e-3, 3.0) / 448),

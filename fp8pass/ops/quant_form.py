@@ -23,7 +23,7 @@ class QuantForm:
 
     A dynamic scale comes from ``amax``, the largest ``|x|`` of each group, which is exact in every
     dtype. With ``amax' = max(min(amax, ceiling), floor_value)`` (as far as the form has them), all
-    in ``scale_dtype``:
+    in ``scale_dtype`` (and ``upper`` as a further bound of ``amax`` or of the scale):
 
     - ``div``: ``scale = amax' / qmax``; ``mul``: ``scale = amax' * qmax`` (the factor itself);
     - ``inverse``: ``r = qmax / amax'`` is computed and rounded to float32, values are multiplied by
@@ -50,6 +50,9 @@ class QuantForm:
         ceiling: upper bound of amax, inf if there is none.
         power: ``none``, or how the scale is made a power of two, ``ceil``: ``exp2(ceil(log2(s)))``;
             ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``.
+        upper: where an upper bound that is a tensor of one element (``scale_ub``) is taken: ``none``,
+            ``amax`` or ``scale`` (``min(amax, scale_ub)``, before the floor of that value), or
+            ``amax_last``, ``scale_last`` (after that floor, which it then may undercut).
         layout: strides of the scale of a ``group<n>``: ``row`` (contiguous), ``col`` (column-major,
             ``(1, M)``) or ``tma`` (column-major, columns a multiple of 4 rows apart).
     """
@@ -68,6 +71,7 @@ class QuantForm:
     ceiling: float = math.inf
     power: str = "none"
     layout: str = "row"
+    upper: str = "none"
 
     GRANULARITIES: ClassVar = ("tensor", "token", "group<n>")
     SCALES: ClassVar = ("given", "div", "mul", "inverse")
@@ -83,6 +87,7 @@ class QuantForm:
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
     POWERS: ClassVar = ("none", "ceil", "floor")
     LAYOUTS: ClassVar = ("row", "col", "tma")
+    UPPERS: ClassVar = ("none", "amax", "amax_last", "scale", "scale_last")
 
     @property
     def static(self) -> bool:
@@ -171,6 +176,9 @@ class QuantForm:
         )
         if (form.scale == "inverse") != (form.apply == "mul_inverse"):
             raise OptionError(f"quantise form {text!r} mixes an inverse scale with a dequant scale")
+        on_scale = form.upper.startswith("scale") and form.scale == "inverse"
+        if form.upper != "none" and (form.static or on_scale):
+            raise OptionError(f"quantise form {text!r} bounds a scale that it does not compute")
         return form
 
 
@@ -194,6 +202,8 @@ def _parse_extras(text: str, parts: list[str]) -> dict[str, Any]:
             found[name] = pick(value, QuantForm.POWERS, "power")
         elif name == "layout":
             found[name] = pick(value, QuantForm.LAYOUTS, "layout")
+        elif name == "upper":
+            found[name] = pick(value, QuantForm.UPPERS, "place of the upper bound")
         else:
             raise OptionError(f"quantise form {text!r} has the unknown part {part!r}")
     return found

@@ -58,7 +58,8 @@ class QuantMatch:
     """One quantise: ``root`` is the node of the codes, ``scale`` the node of the dequant scale.
 
     ``split`` is the view of ``x`` that splits its last dim into groups, None without groups;
-    ``codes_split`` whether the codes have the shape of the split.
+    ``codes_split`` whether the codes have the shape of the split. ``scale_ub`` is the tensor of one
+    element that the scale is bounded by, of a form with an ``upper``.
     """
 
     root: fx.Node
@@ -67,6 +68,7 @@ class QuantMatch:
     form: QuantForm
     split: fx.Node | None = None
     codes_split: bool = False
+    scale_ub: fx.Node | None = None
 
 
 def is_fp8_cast(node: Any) -> bool:
@@ -301,7 +303,7 @@ def _read(root: fx.Node) -> QuantMatch | str:
             made = _dequant_of(made)
             if made is None:
                 return "its scale is an inverse one whose reciprocal nothing computes"
-        return QuantMatch(root, x, made, form, split, codes_split)
+        return QuantMatch(root, x, made, form, split, codes_split, known.scale_ub)
     if how == "mul_inverse":
         return "it is multiplied by an inverse scale of another tensor"
     if one_element(shape_value):
@@ -342,6 +344,7 @@ def _form(
         scale_dtype=known.scale_dtype,
         ceiling=known.ceiling,
         power=known.power,
+        upper=known.upper,
     )
 
 

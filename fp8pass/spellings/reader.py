@@ -348,13 +348,16 @@ class Reader:
         base, views = _look_through(found)
         form = str(found.form)
         scale = found.scale if found.form.static else None
+        args: tuple[Any, ...] = (base, scale, form)
+        if found.scale_ub is not None:
+            args = (*args, now(found.scale_ub, found.scale_ub))
         bench, graph = self.bench, self.bench.graph
         last = found.root
         if scale is None and bench._order.get(found.scale, 0) > bench._order.get(last, 0):
             last = found.scale
         value = self._quantise_value(found, base, viewed=bool(views))
         with graph.inserting_after(last):
-            node = bench.call(_ops.quantize.default, (base, scale, form), found.root, value)
+            node = bench.call(_ops.quantize.default, args, found.root, value)
         with graph.inserting_after(node):
             q, scale_out = bench.items(node, found.root)
         draft = self._draft(node, found.root, {"q": q, "scale": scale_out}, form)

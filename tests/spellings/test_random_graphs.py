@@ -248,7 +248,10 @@ def check_record(passed: Passed, stage: str) -> None:
 def fusible(model: Model) -> int:
     """How many producers have a quantise that a rule must take; counted from the description."""
     return sum(
-        any(view != "half" or name.startswith("static") for name, _, view in block.quants)
+        any(
+            (view != "half" or name.startswith("static")) and "upper=" not in ALL_QUANTS[name][1]
+            for name, _, view in block.quants
+        )
         for block in model.blocks
     )
 
