@@ -591,10 +591,59 @@ def group_power(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     return saturated(parts.float() / scale[..., None]).view(y.shape), scale
 
 
-def group_column_major(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """The scales are turned by a copy, which stays in the graph."""
-    q, scale = group(y, s)
-    return q, scale.transpose(-1, -2).contiguous().transpose(-1, -2)
+def laid_out(layout: Callable[[Tensor], Tensor]) -> Quant:
+    """Scales ``[M, G]``, copied into another layout."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        q, scale = group(y, s)
+        return q, layout(scale.reshape(-1, scale.shape[-1]))
+
+    return fn
+
+
+def aligned(rows: int) -> int:
+    """TMA takes columns that are a multiple of 16 bytes apart."""
+    return (rows + 3) // 4 * 4
+
+
+def column_major(scale: Tensor) -> Tensor:
+    return scale.t().contiguous().t()
+
+
+def column_major_copy(scale: Tensor) -> Tensor:
+    made = torch.empty((scale.shape[1], scale.shape[0]), dtype=torch.float32).t()
+    made.copy_(scale)
+    return made
+
+
+def tma_padded(scale: Tensor) -> Tensor:
+    rows = scale.shape[0]
+    return F.pad(scale, (0, 0, 0, aligned(rows) - rows)).t().contiguous().t()[:rows]
+
+
+def tma_strided(scale: Tensor) -> Tensor:
+    rows, groups = scale.shape
+    made = torch.empty_strided((rows, groups), (1, aligned(rows)), dtype=torch.float32)
+    made.copy_(scale)
+    return made
+
+
+def tma_sliced(scale: Tensor) -> Tensor:
+    """As DeepGEMM: a batch of one, copied into a part of what is larger."""
+    rows, groups = scale.shape
+    made = torch.empty((1, groups, aligned(rows)), dtype=torch.float32).transpose(1, 2)
+    made[:, :rows, :] = scale.unsqueeze(0)
+    return made[:, :rows, :].squeeze(0)
+
+
+#: name -> (what copies the scales, layout)
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "column_major": (column_major, "col"),
+    "column_major_copy": (column_major_copy, "col"),
+    "tma_padded": (tma_padded, "tma"),
+    "tma_strided": (tma_strided, "tma"),
+    "tma_sliced": (tma_sliced, "tma"),
+}
 
 
 def int8_token(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
@@ -740,10 +789,13 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
         group_power,
         f"{_E4}group16,float32,div,448.0,amax,0.0001,{_END},power=ceil",
     ),
-    "group_column_major": (
-        group_column_major,
-        f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END}",
-    ),
+    **{
+        f"group_{name}": (
+            laid_out(copy),
+            f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},layout={layout}",
+        )
+        for name, (copy, layout) in LAYOUTS.items()
+    },
     "int8_token": (int8_token, "int8,token,float32,div,127.0,scale,1e-07,div,-128.0,127.0"),
     "int8_tensor": (int8_tensor, "int8,tensor,float32,div,127.0,scale,1e-07,div,-127.0,127.0"),
     "int8_static": (int8_static, "int8,tensor,float32,given,127.0,none,0.0,div,-128.0,127.0"),

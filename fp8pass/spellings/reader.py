@@ -34,6 +34,7 @@ from fp8pass.spellings.library_ops import (
     match_library_op,
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
+from fp8pass.spellings.put_layout import put_layouts
 from fp8pass.spellings.put_product import put_dequantised
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
@@ -131,6 +132,7 @@ class Reader:
                     matches.append(self._with_producer(node, found))
         for match in matches:
             self._put_quantise(match)
+        put_layouts(self.bench, self.drafts.values())
 
     def read_products(self) -> None:
         """Scaled products."""
