@@ -699,6 +699,54 @@ def tensor_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     return saturated(y.float() / scale), scale
 
 
+E8 = torch.float8_e8m0fnu
+
+
+def group_stored(power: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Quant:
+    """``power(scale)`` gives the scale that divides, and the one that is stored."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        parts = y.float().unflatten(-1, (y.shape[-1] // G, G))
+        scale, stored = power((parts.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-10))
+        return saturated(parts / scale).flatten(-2), stored.squeeze(-1)
+
+    return fn
+
+
+def e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    stored = scale.to(E8)
+    return stored.float(), stored
+
+
+def ceil_then_e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    return e8m0(torch.exp2(torch.ceil(torch.log2(scale))))
+
+
+def ceil_stored(scale: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return scale, scale.to(E8)
+
+
+def ceil_bits(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As DeepGEMM: the exponent's bits, which are those of e8m0."""
+    scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
+    return scale, (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def ceil_bits_as_e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    scale, stored = ceil_bits(scale)
+    return scale, stored.view(E8)
+
+
+#: name -> (what a scale is made, power of the form)
+STORED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
+    "e8m0": (e8m0, "e8m0"),
+    "ceil_then_e8m0": (ceil_then_e8m0, "ceil_e8m0"),
+    "ceil_stored": (ceil_stored, "ceil"),
+    "ceil_bits": (ceil_bits, "ceil"),
+    "ceil_bits_as_e8m0": (ceil_bits_as_e8m0, "ceil"),
+}
+
 _E4 = "float8_e4m3fn,"
 _END = "div,-448.0,448.0"
 _LOW = float(torch.tensor(1e-4))  # a tensor of float32 holds another number
@@ -749,6 +797,17 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
     "tensor_bounded": (
         tensor_bounded,
         f"{_E4}tensor,float32,div,448.0,scale,1e-12,{_END},upper=amax",
+    ),
+    **{
+        f"group_{name}": (
+            group_stored(power),
+            f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},power={word}",
+        )
+        for name, (power, word) in STORED.items()
+    },
+    "token_e8m0": (
+        _token(lambda a: e8m0((a / 448).clamp(min=1e-12))[0]),
+        f"{_E4}token,float32,div,448.0,scale,1e-12,{_END},power=e8m0",
     ),
     "both_bounds": (
         _token(lambda a: a.clamp(1e-3, 3.0) / 448),

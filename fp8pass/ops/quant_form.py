@@ -49,7 +49,8 @@ class QuantForm:
         scale_dtype: dtype of the scale's arithmetic; amax is converted to it first.
         ceiling: upper bound of amax, inf if there is none.
         power: ``none``, or how the scale is made a power of two, ``ceil``: ``exp2(ceil(log2(s)))``;
-            ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``.
+            ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``; ``e8m0``: by the
+            cast to float8_e8m0fnu and back; ``ceil_e8m0``: ``ceil``, then that cast.
         upper: where an upper bound that is a tensor of one element (``scale_ub``) is taken: ``none``,
             ``amax`` or ``scale`` (``min(amax, scale_ub)``, before the floor of that value), or
             ``amax_last``, ``scale_last`` (after that floor, which it then may undercut).
@@ -85,7 +86,7 @@ class QuantForm:
         "divisor",
     )
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
-    POWERS: ClassVar = ("none", "ceil", "floor")
+    POWERS: ClassVar = ("none", "ceil", "floor", "e8m0", "ceil_e8m0")
     LAYOUTS: ClassVar = ("row", "col", "tma")
     UPPERS: ClassVar = ("none", "amax", "amax_last", "scale", "scale_last")
 

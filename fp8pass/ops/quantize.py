@@ -84,9 +84,12 @@ def _dequant_scale(
     elif form.floor == "scale_add":
         scale = scale + form.floor_value
     scale = _at_most(scale, form, "scale_last", scale_ub)
-    if form.power == "ceil":
+    if form.power in ("ceil", "ceil_e8m0"):
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    return scale.to(torch.float32)
+    scale = scale.to(torch.float32)
+    if form.power.endswith("e8m0"):
+        scale = scale.to(torch.float8_e8m0fnu).to(torch.float32)
+    return scale
 
 
 def apply_scale(x: torch.Tensor, scale: torch.Tensor, form: QuantForm) -> torch.Tensor:
@@ -221,6 +224,8 @@ MORE_QUANT_FORMS = tuple(
     for form in (
         dynamic_form("group32"),
         replace(dynamic_form("group32"), layout="col", power="ceil"),
+        replace(dynamic_form("group32"), power="e8m0"),
+        replace(dynamic_form("token"), power="ceil_e8m0"),
         replace(dynamic_form("group16"), layout="tma", ceiling=3.0, floor="amax_add"),
         replace(dynamic_form("token"), scale="inverse", apply="mul_inverse", floor="amax",
                 scale_dtype=torch.float64),

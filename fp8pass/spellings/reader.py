@@ -38,6 +38,7 @@ from fp8pass.spellings.put_layout import put_layouts
 from fp8pass.spellings.put_product import put_dequantised
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
+from fp8pass.spellings.scale import stored_e8m0
 from fp8pass.spellings.walk import (
     VIEWS,
     aten,
@@ -380,7 +381,18 @@ class Reader:
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], 1, None)
             )
         if scale is None:
-            self._scales.setdefault(found.scale, draft.swaps[-1].new)
+            made = draft.swaps[-1].new
+            self._scales.setdefault(found.scale, made)
+            stored = stored_e8m0(found.scale)
+            if stored is not None and val(stored).shape == val(found.scale).shape:
+                draft.swaps.append(self._store(stored, made))
+
+    def _store(self, stored: fx.Node, scale: fx.Node) -> Swap:
+        """Give the readers of a scale as it is stored the scale of the quantise, stored so."""
+        with self.bench.graph.inserting_after(scale):
+            new = self.bench.call(stored.target, (scale, *stored.args[1:]), stored, val(stored))
+        new.kwargs = stored.kwargs
+        return self.bench.swap(stored, new)
 
     def _with_producer(self, cast: fx.Node, found: QuantMatch) -> QuantMatch:
         """``found`` after its source was read, if that is something read only where quantised."""

@@ -3,7 +3,8 @@
     x ─ abs ─ amax ─ [cast] ─ [bounds] ─ / 448 ─ [floor] ─ [2^ceil(log2)] ─ [cast f32]   scale
                                        └ 448 / ─ [cast f32] ─ [2^floor(log2)]            r = 1/scale
 
-A bound is a constant, or from above a tensor of one element (``scale_ub``), on amax or on the scale.
+A bound is a constant, or from above a tensor of one element (``scale_ub``), of amax or the scale.
+A scale that is stored as ``float8_e8m0fnu`` and read back is rounded by that: it is a power of two.
 All arithmetic between the first and the last cast has one dtype, ``scale_dtype``: a scale computed
 in bf16 or float64 is another form than one computed in float32. Anything else gives None.
 """
@@ -344,14 +345,21 @@ def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
 
 def dequant_scale(node: Any) -> Scale | None:
     """The recipe of the dequant scale ``node`` (forms ``div`` and ``mul``), None if not known."""
-    found = _arithmetic(peel_views(node))
+    node = peel_views(node)
+    stored = stored_e8m0(node)
+    if stored is not None:
+        node = peel_views(stored.args[0])
+    found = _arithmetic(node)
     if found is None:
         return None
     node, dtype = found
-    power = "none"
+    power = "e8m0" if stored is not None else "none"
     inner = _power(node, aten.ceil.default) if dtype == torch.float32 else None
+    unsigned = False
     if inner is not None:
-        node, power = inner, "ceil"
+        node, power = inner, "ceil" if stored is None else "ceil_e8m0"
+        unsigned = is_call(node, aten.abs.default)
+        node = peel_views(node.args[0]) if unsigned else node
         found = _arithmetic(node)
         if found is None or found[1] != torch.float32:
             return None
@@ -370,7 +378,9 @@ def dequant_scale(node: Any) -> Scale | None:
     node, first = _tensor_bound(node, dtype)
     if last is not None and first is not None:
         return None
-    upper = ("none", None) if last is first else ("scale", first or last)
+    upper: tuple[str, fx.Node | None] = ("scale", first or last)
+    if last is first:  # None
+        upper = ("none", None)
     if last is not None and floor[0] != "none":
         upper = ("scale_last", last)
     constant = _constant(node, DIV, dtype)
@@ -379,7 +389,22 @@ def dequant_scale(node: Any) -> Scale | None:
         constant, how = _constant(node, MUL, dtype), "mul"
     if constant is None:
         return None
-    return _from_amax(constant[1], how, constant[0], dtype, floor, power, upper)
+    made = _from_amax(constant[1], how, constant[0], dtype, floor, power, upper)
+    # an absolute value of a scale changes nothing: only a bound that is a tensor may be negative
+    return None if unsigned and made is not None and made.scale_ub is not None else made
+
+
+def stored_e8m0(node: Any) -> Any:
+    """The cast of a float32 scale to ``float8_e8m0fnu`` that ``node`` makes float32 again, or None.
+
+    The way back loses nothing: every value of e8m0 is a float32, and is rounded to itself.
+    """
+    if cast_to(node) != torch.float32:
+        return None
+    stored = peel_views(node.args[0])
+    if cast_to(stored) != torch.float8_e8m0fnu or dtype_of(stored.args[0]) != torch.float32:
+        return None
+    return stored
 
 
 def _constant(node: Any, ops: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, Any] | None:

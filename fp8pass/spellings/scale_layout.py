@@ -224,7 +224,7 @@ def _order(node: fx.Node, rank: int) -> list[int] | None:
         return [1, 0] if rank == 2 else None
     if is_call(node, aten.transpose.int):
         order = list(range(rank))
-        a, b = (int(dim) % rank for dim in node.args[1:3])  # type: ignore[arg-type]
+        a, b = (int(dim) % rank for dim in node.args[1:3])
         order[a], order[b] = order[b], order[a]
         return order
     dims = node.args[1]
@@ -248,7 +248,7 @@ def _pads(node: fx.Node, rows: int) -> bool:
 
 
 def _cuts(node: fx.Node, rows: int, scale: _Matrix, first: int = 1) -> bool:
-    """Whether a slice (its arguments from ``first`` on) takes the rows of the scale, all of them."""
+    """Whether a slice (its arguments from ``first`` on) takes all rows of the scale."""
     held = tensor(node.args[1] if first == 2 else node)
     if held is None:
         return False
