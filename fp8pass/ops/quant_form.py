@@ -51,8 +51,8 @@ class QuantForm:
         power: ``none``, or how the scale is made a power of two, ``ceil``: ``exp2(ceil(log2(s)))``;
             ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``; ``e8m0``: by the
             cast to float8_e8m0fnu and back; ``ceil_e8m0``: ``ceil``, then that cast.
-        upper: where an upper bound that is a tensor of one element (``scale_ub``) is taken: ``none``,
-            ``amax`` or ``scale`` (``min(amax, scale_ub)``, before the floor of that value), or
+        upper: where an upper bound that is a tensor of one element (``scale_ub``) is taken:
+            ``none``, ``amax`` or ``scale`` (``min(amax, scale_ub)``, before its floor), or
             ``amax_last``, ``scale_last`` (after that floor, which it then may undercut).
         layout: strides of the scale of a ``group<n>``: ``row`` (contiguous), ``col`` (column-major,
             ``(1, M)``) or ``tma`` (column-major, columns a multiple of 4 rows apart).
