@@ -59,7 +59,7 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     # ---- reading -------------------------------------------------------------------------------
     Reason(
         "FP8-R001",
-        "a cast to fp8 that is not a known quantisation",
+        "a cast to fp8 or int8 that is not a known quantisation",
         "the cast to {dtype} at {node} is not a quantisation that fp8pass can read: {why}",
         "docs/numerics.md lists the spellings that are read; an unknown rounding order is never "
         "guessed",
@@ -68,7 +68,9 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "FP8-R002",
         "a product whose scales were not understood",
         "the scaled product {node} is not read: {why}",
-        "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
+        "fp8 or int8 operands with float32 scales are read: per tensor, one per row or column "
+        "([M, 1], [1, N]), per group of K ([M, K / n]) and per block of the weight; "
+        "docs/numerics.md has the spellings",
     ),
     Reason(
         "FP8-R003",
@@ -100,8 +102,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-F001",
         "no quantise reads it",
-        "no fp8 quantise reads the output of this {what}; it is read by {readers}",
-        "nothing to do: only a producer that feeds an FP8 product can be fused",
+        "no quantise to fp8 or int8 reads the output of this {what}; it is read by {readers}",
+        "nothing to do: only a producer that feeds a quantised product can be fused",
     ),
     Reason(
         "FP8-F002",
@@ -142,6 +144,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the reshape from {before} to {after} between the {what} and its per-token quantise does "
         "not keep the last dimension",
         "quantise before the reshape, or reshape only the leading dimensions",
+    ),
+    Reason(
+        "FP8-F030",
+        "the upper bound of the scale is a tensor",
+        "the scale of the quantise {node} is bounded by the tensor {bound} (scale_ub), which fused "
+        "operators do not take",
+        "bound the scale by a number: it is part of the recipe then, and the quantise is fused",
     ),
     # ---- lowering: see lowerings/ ---------------------------------------------------------------
     Reason(

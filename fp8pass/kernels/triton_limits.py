@@ -47,6 +47,12 @@ def _why_not_group(form: QuantForm, width: int | None) -> str | None:
 def _why_not_quant(form: QuantForm, width: int | None) -> str | None:
     if form.dtype not in CODES:
         return f"codes of {form.dtype}: the GPU's casts make {', '.join(map(str, CODES))}"
+    if form.zero != "none":
+        return f"codes with a zero point (the form {form})"
+    if form.upper != "none":
+        return f"a scale bounded by a tensor (the form {form})"
+    if form.power not in ("none", "ceil", "floor"):
+        return f"scales rounded by a cast to float8_e8m0fnu (the form {form})"
     if form.layout != "row" and form.group is None:
         return f"the form {form}"  # a layout of scales that are no matrix
     if form.power == ("ceil" if form.scale == "inverse" else "floor"):

@@ -169,7 +169,10 @@ def _quantize_pieces(
 
 
 def quantize(
-    x: torch.Tensor, scale: torch.Tensor | None, form: str
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: str,
+    scale_ub: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``fp8pass::quantize`` on a GPU, as :func:`fp8pass.ops.quantize.reference`.
 
@@ -178,6 +181,7 @@ def quantize(
         scale: float32 on the device of ``x`` if ``form`` is static, else None: one element,
             ``[..., 1]`` per token or ``[..., K / n]`` per group, of any strides.
         form: ``str`` of a :class:`fp8pass.ops.forms.QuantForm`.
+        scale_ub: None: a form that has one is refused.
 
     Returns:
         ``(q, scale_out)`` as the reference; the scale of a tensor without rows is that of zeros.
@@ -191,6 +195,8 @@ def quantize(
     width = host.width_of(x)
     host.check(why_not_quantize(form, width, x.dtype))
     scale = host.given_scale(quant, scale, x)
+    if scale_ub is not None:
+        raise ValueError(f"the form {form} has no upper bound, but scale_ub is given")
     assert width is not None
     if scale is None and quant.granularity == "tensor":
         return quantize_tensor(x, width, form, None)

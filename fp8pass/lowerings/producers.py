@@ -35,7 +35,7 @@ class ProducerProblem:
         quant_form: text of the quantise's form.
         width: size of the last dim, None where symbolic.
         dtypes: dtypes of the tensor operands in the order of the schema, None for a missing one;
-            the scale is not among them.
+            the scale and its upper bound, which the form tells, are not among them.
         device_type: torch's device type of the operands.
         keep: the value before the quantise has other readers, and is returned too.
     """
@@ -146,7 +146,7 @@ def choose_producer(target: Target, problem: ProducerProblem, options: Options) 
 def problem_of_producer(node: fx.Node) -> ProducerProblem:
     """The problem that a fused operator (or ``fp8pass::quantize``) poses."""
     schema = node.target._schema  # type: ignore[union-attr]
-    named = dict(zip((a.name for a in schema.arguments), node.args, strict=True))
+    named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
     op = str(schema.name).split("::")[1]
     first = node.args[0]
     assert isinstance(first, fx.Node)
@@ -155,7 +155,7 @@ def problem_of_producer(node: fx.Node) -> ProducerProblem:
     operands = [
         named[argument.name]
         for argument in schema.arguments
-        if "Tensor" in str(argument.type) and argument.name != "scale"
+        if "Tensor" in str(argument.type) and argument.name not in ("scale", "scale_ub")
     ]
     form = named.get("form", "")
     quant_form = named.get("quant_form", "")
