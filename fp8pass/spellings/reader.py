@@ -21,7 +21,7 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.ops.library import generic
-from fp8pass.quant_key import FP8_DTYPES
+from fp8pass.quant_key import FP8_DTYPES, dtype_name
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
@@ -34,7 +34,7 @@ from fp8pass.spellings.library_ops import (
     match_library_op,
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
-from fp8pass.spellings.put_product import put_dequantised
+from fp8pass.spellings.put_product import put_dequantised, put_weight_only
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
 from fp8pass.spellings.walk import (
@@ -48,6 +48,7 @@ from fp8pass.spellings.walk import (
     val,
     where,
 )
+from fp8pass.spellings.weight_only import WeightOnlyMatch
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
@@ -135,7 +136,7 @@ class Reader:
     def read_products(self) -> None:
         """Scaled products."""
         for node in list(self.bench.graph.nodes):
-            if is_call(node, _ops.scaled_mm.default):
+            if is_call(node, _ops.scaled_mm.default, _ops.w8a16_mm.default):
                 self._take_native(node)
             elif (library := library_op(node)) is not None:
                 if library.kind == "scaled_mm":
@@ -147,6 +148,9 @@ class Reader:
                     continue
                 if isinstance(found, DequantisedMatch):
                     self._put_dequantised(found)
+                    continue
+                if isinstance(found, WeightOnlyMatch):
+                    self._put_weight_only(found)
                     continue
                 args = (
                     found.a,
@@ -275,7 +279,9 @@ class Reader:
         form = next((str(a) for a in reversed(node.args) if isinstance(a, str)), "")
         draft = self._draft(node, node, outputs, form)
         draft.source = "fp8pass"
-        if draft.kind == "scaled_mm":
+        if is_call(node, _ops.w8a16_mm.default):
+            draft.key, draft.form = _weight_only_key(node), str((*node.args, "")[6])
+        elif draft.kind == "scaled_mm":
             draft.key = f"{node.args[6]} x {node.args[7]}"
 
     def _put_single(
@@ -321,6 +327,12 @@ class Reader:
         node, result = put_dequantised(self.bench, found)
         draft = self._draft(node, found.root, {"out": node}, str(found.form))
         draft.key = f"{node.args[6]} x {node.args[7]}"
+        draft.swaps.append(self.bench.swap(found.root, result))
+
+    def _put_weight_only(self, found: WeightOnlyMatch) -> None:
+        node, result = put_weight_only(self.bench, found)
+        draft = self._draft(node, found.root, {"out": node}, str(found.form))
+        draft.key = _weight_only_key(node)
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
@@ -442,6 +454,11 @@ class Reader:
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
+
+
+def _weight_only_key(node: fx.Node) -> str:
+    """The keys of a ``fp8pass::w8a16_mm`` in the report: its activations have a dtype alone."""
+    return f"{dtype_name(val(node.args[0]).dtype)} x {node.args[5]}"
 
 
 def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:
