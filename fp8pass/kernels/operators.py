@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.ops import activation, linear, norm, quantize
+from fp8pass.ops import activation, linear, norm, quantize, weight_only
 from fp8pass.ops.library import LIBRARY, OpSpec, register
 from fp8pass.quant_key import QuantKey
 
@@ -158,4 +158,28 @@ SCALED_MM_PLANNED = _product(
     _kernel("fp8pass.lowerings.planned", "run_planned"),
     False,
     "0-16=triton_skinny;17-=torch_row",
+)
+
+
+# ---- weight-only products -----------------------------------------------------------------------
+
+
+def _weight_only(name: str, kernel: Callable[..., Any], key: str) -> OpSpec:
+    """An operator of one kernel for ``fp8pass::w8a16_mm``, whose arguments it has but the last."""
+    spec = OpSpec(
+        name,
+        "(Tensor a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str weight_key,"
+        " str form='') -> Tensor",
+        weight_only.weight_only_product,
+        weight_only.fake_w8a16_mm,
+        weight_only.operands,
+        0.0,
+        "as w8a16_mm",
+    )
+    return _with_kernel(spec, kernel, key)
+
+
+#: fp8pass's own weight-only product on a GPU.
+TRITON_W8A16_MM = _weight_only(
+    "triton_w8a16_mm", _kernel("fp8pass.kernels.triton_w8a16", "w8a16_mm"), _GPU
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 # The order of these imports is the order of registration.
 from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass  # isort: split
 
-from fp8pass.lowerings import torch_block, torch_dequant
+from fp8pass.lowerings import torch_block, torch_dequant, weight_only
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -23,6 +23,7 @@ from fp8pass.lowerings.choice import (
 )
 from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
     EmitSite,
     Kernel,
     find,
@@ -30,6 +31,7 @@ from fp8pass.lowerings.registry import (
     kernels,
     register,
     unregister,
+    weight_only_names,
 )
 
 __all__ = [
@@ -37,6 +39,7 @@ __all__ = [
     "MEASURED",
     "PREFERRED",
     "STATIC_PRIORITY",
+    "WEIGHT_ONLY",
     "Choice",
     "EmitSite",
     "Kernel",
@@ -55,4 +58,6 @@ __all__ = [
     "triton",
     "unregister",
     "vllm_cutlass",
+    "weight_only",
+    "weight_only_names",
 ]

@@ -169,6 +169,23 @@ class Reader:
                 )
                 draft.key = f"{found.act_key} x {found.weight_key}"
 
+    def forget_products(self) -> None:
+        """Give the products back that :meth:`read_products` found, for a later hook to read."""
+        for node, draft in list(self.drafts.items()):
+            if draft.kind == "scaled_mm":
+                if not draft.weight_only:  # else it stays, as if the model had emitted it
+                    self.bench.undo(draft.swaps)
+                del self.drafts[node]
+        self.unread = [entry for entry in self.unread if entry[0] != "scaled_mm"]
+
+    def take_weight_only(self, product: fx.Node, before: Draft, new: list[fx.Node]) -> None:
+        """A weight-only product that took the place of ``before``, and producers put in for it."""
+        for node in new:
+            self._take_native(node)
+        draft = self._draft(product, before.node, {"out": product}, "")
+        draft.key, draft.swaps, draft.weight_only = _weight_only_key(product), before.swaps, True
+        draft.root_name, draft.where, draft.source = before.root_name, before.where, before.source
+
     def split_linears(self, takes: Callable[[Draft], Verdict]) -> int:
         """Take library calls that quantise and multiply apart; returns how many.
 
