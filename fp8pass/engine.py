@@ -28,6 +28,7 @@ from fp8pass.lowerings.producers import lower_producer
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.to_weight_only import (
     can_be_weight_only,
+    forget_products,
     keeps_own_nodes,
     removed,
     rewritten_from,
@@ -156,7 +157,7 @@ class Run:
         if asked:
             self.rewrites += to_weight_only(bench, reader, target, self.options, fuel)
         if stage == "joint" and asked:
-            reader.forget_products()
+            forget_products(bench, reader)
         self.done("read", "fuse")
 
         if stage != "post":

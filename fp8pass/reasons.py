@@ -267,6 +267,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "quantise the activations as one of the recipes in docs/numerics.md, and multiply by that "
         "scale",
     ),
+    # FP8-L080 and on: kernels of other libraries on CUDA
+    Reason(
+        "FP8-L080",
+        "numerics not shown",
+        "kernel {kernel} is not known to keep the numerics contract: {why}",
+        "force it by name to have it, best with self_check=True, which compares it first",
+    ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(
         "FP8-P001",

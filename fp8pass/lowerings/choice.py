@@ -38,7 +38,7 @@ STATIC_PRIORITY = "static priority"
 _STRENGTH = (FORCED, PREFERRED, MEASURED, STATIC_PRIORITY)
 
 #: Refusals that are advice, not inability: a user who forces the kernel by name overrules them.
-_OVERRULED_BY_FORCE = frozenset({"FP8-L006"})
+_OVERRULED_BY_FORCE = frozenset({"FP8-L006", "FP8-L080"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +93,7 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
         code = "FP8-L040" if kernel.weight_only else "FP8-L041"
         return no(code, kernel=kernel.name, has=has)
     verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
-    if verdict and kernel.reduced_accumulation and not problem.use_fast_accum:
+    if verdict and kernel.reduces(target) and not problem.use_fast_accum:
         return no("FP8-L016", kernel=kernel.name)
     if verdict and not kernel.rows.overlaps(problem.m):
         return no("FP8-L014", kernel=kernel.name, wants=kernel.rows, has=problem.m)
@@ -180,7 +180,8 @@ def _choose(
     }
     if forced is not None:
         kernel = next(k for k in registered if k.name == forced)
-        if verdicts[forced] and not kernel.rows.covers(problem.m):
+        can = bool(verdicts[forced]) or verdicts[forced].code in _OVERRULED_BY_FORCE
+        if can and not kernel.rows.covers(problem.m):
             verdicts[forced] = no("FP8-L014", kernel=forced, wants=kernel.rows, has=problem.m)
         if not verdicts[forced] and verdicts[forced].code not in _OVERRULED_BY_FORCE:
             raise NoKernelError(_cannot_force(forced, verdicts, target))
@@ -273,7 +274,7 @@ def _joined(parts: Sequence[tuple[MRange, Kernel, str] | None]) -> _Plan:
 
 
 def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> str:
-    verdict = verdicts.get(forced) or no("FP8-L012", target=target.spec)
+    verdict = verdicts[forced] if forced in verdicts else no("FP8-L012", target=target.spec)
     could = [name for name, other in verdicts.items() if other]
     others = [
         f"  {name}: {other.code}: {other.message}"

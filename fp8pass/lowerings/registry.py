@@ -88,7 +88,9 @@ class Kernel:
         run: the kernel called on real tensors, for a plan over several ranges of M; None if it is
             more than one call, so that it can only stand for a whole site.
         reduced_accumulation: it always accumulates in less than float32, so that the source must
-            allow that.
+            allow that; or the architectures on which it does.
+        library: the library whose kernel it is, if it is none of torch's or our own: what
+            ``self_check`` looks at.
         weight_only: it multiplies activations that are not quantised (W8A16): what
             ``fp8pass::w8a16_mm`` is lowered to, and on request what two quantised operands become.
     """
@@ -103,8 +105,14 @@ class Kernel:
     provenance: str
     rows: MRange = MRange()
     run: Run | None = None
-    reduced_accumulation: bool = False
+    reduced_accumulation: bool | frozenset[str] = False
+    library: str = ""
     weight_only: bool = False
+
+    def reduces(self, target: Target) -> bool:
+        """Whether it accumulates in less than float32 on this target."""
+        where = self.reduced_accumulation
+        return where if isinstance(where, bool) else target.arch in where
 
 
 #: What options call the best weight-only kernel of a site.

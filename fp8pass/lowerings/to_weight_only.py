@@ -30,6 +30,7 @@ from fp8pass.site_draft import Draft
 from fp8pass.spellings.before_quantise import Source, before_quantise, put_weight_only
 from fp8pass.spellings.reader import Reader
 from fp8pass.spellings.walk import is_call, tensor, val
+from fp8pass.spellings.weight_only import key_of
 from fp8pass.target import Target
 from fp8pass.workbench import Workbench
 
@@ -120,12 +121,34 @@ def to_weight_only(
         product, new = put_weight_only(bench, draft, source)
         draft.swaps.append(bench.swap(node, product))
         del reader.drafts[node]
-        reader.take_weight_only(product, draft, new)
+        for producer in new:
+            reader._take_native(producer)
+        _take(reader, product, draft)
         quantise = reader.drafts.get(source.made)
         if quantise is not None:
             quantise.weight_only = True
         made += 1
     return made
+
+
+def _take(reader: Reader, product: fx.Node, before: Draft) -> None:
+    """The draft of a weight-only product, which took the place of ``before``."""
+    draft = reader._draft(product, before.node, {"out": product}, "")
+    draft.key, draft.swaps, draft.weight_only = key_of(product), before.swaps, True
+    draft.root_name, draft.where, draft.source = before.root_name, before.where, before.source
+
+
+def forget_products(bench: Workbench, reader: Reader) -> None:
+    """Give the products back that were read only to be asked here: a later hook lowers them.
+
+    What was made weight-only stays, as if the model had emitted it.
+    """
+    for node, draft in list(reader.drafts.items()):
+        if draft.kind == "scaled_mm":
+            if not draft.weight_only:
+                bench.undo(draft.swaps)
+            del reader.drafts[node]
+    reader.unread = [entry for entry in reader.unread if entry[0] != "scaled_mm"]
 
 
 def removed(draft: Draft, live: set[fx.Node]) -> bool:

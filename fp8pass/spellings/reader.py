@@ -21,7 +21,7 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.ops.library import generic
-from fp8pass.quant_key import FP8_DTYPES, dtype_name
+from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
@@ -48,7 +48,7 @@ from fp8pass.spellings.walk import (
     val,
     where,
 )
-from fp8pass.spellings.weight_only import WeightOnlyMatch
+from fp8pass.spellings.weight_only import WeightOnlyMatch, key_of
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
@@ -169,23 +169,6 @@ class Reader:
                 )
                 draft.key = f"{found.act_key} x {found.weight_key}"
 
-    def forget_products(self) -> None:
-        """Give the products back that :meth:`read_products` found, for a later hook to read."""
-        for node, draft in list(self.drafts.items()):
-            if draft.kind == "scaled_mm":
-                if not draft.weight_only:  # else it stays, as if the model had emitted it
-                    self.bench.undo(draft.swaps)
-                del self.drafts[node]
-        self.unread = [entry for entry in self.unread if entry[0] != "scaled_mm"]
-
-    def take_weight_only(self, product: fx.Node, before: Draft, new: list[fx.Node]) -> None:
-        """A weight-only product that took the place of ``before``, and producers put in for it."""
-        for node in new:
-            self._take_native(node)
-        draft = self._draft(product, before.node, {"out": product}, "")
-        draft.key, draft.swaps, draft.weight_only = _weight_only_key(product), before.swaps, True
-        draft.root_name, draft.where, draft.source = before.root_name, before.where, before.source
-
     def split_linears(self, takes: Callable[[Draft], Verdict]) -> int:
         """Take library calls that quantise and multiply apart; returns how many.
 
@@ -297,7 +280,7 @@ class Reader:
         draft = self._draft(node, node, outputs, form)
         draft.source = "fp8pass"
         if is_call(node, _ops.w8a16_mm.default):
-            draft.key, draft.form = _weight_only_key(node), str((*node.args, "")[6])
+            draft.key, draft.form = key_of(node), str((*node.args, "")[6])
         elif draft.kind == "scaled_mm":
             draft.key = f"{node.args[6]} x {node.args[7]}"
 
@@ -349,7 +332,7 @@ class Reader:
     def _put_weight_only(self, found: WeightOnlyMatch) -> None:
         node, result = put_weight_only(self.bench, found)
         draft = self._draft(node, found.root, {"out": node}, str(found.form))
-        draft.key = _weight_only_key(node)
+        draft.key = key_of(node)
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
@@ -471,11 +454,6 @@ class Reader:
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
-
-
-def _weight_only_key(node: fx.Node) -> str:
-    """The keys of a ``fp8pass::w8a16_mm`` in the report: its activations have a dtype alone."""
-    return f"{dtype_name(val(node.args[0]).dtype)} x {node.args[5]}"
 
 
 def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:

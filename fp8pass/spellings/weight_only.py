@@ -72,6 +72,13 @@ class _Weight:
     scaled: torch.dtype
 
 
+def key_of(node: fx.Node) -> str:
+    """The keys of a ``fp8pass::w8a16_mm`` in the report: its activations have a dtype alone."""
+    dtype = dtype_of(node.args[0])
+    assert dtype is not None
+    return f"{dtype_name(dtype)} x {node.args[5]}"
+
+
 def match_weight_only(product: fx.Node) -> WeightOnlyMatch | str:
     """Read a product whose weight alone is fp8, or say why not."""
     a_node, b_node, bias = operands_of(product)

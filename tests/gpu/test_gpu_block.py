@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BF16 = torch.bfloat16
-ROWS = (1, 3, 16, 64, 256)
+ROWS = (1, 3, 4, 16, 17, 64, 255, 256)
 
 
 def check(kernel: str, keys: tuple[str, str], exact: torch.Tensor, *given: torch.Tensor) -> None:
@@ -58,4 +58,4 @@ def test_int8(m: int) -> None:
     sb = torch.rand(256, 1, device="cuda", generator=g) + 0.01
     exact = a.double() @ w.double().t() * sa.double() * sb.double().t()
     keys = "int8/dynamic/token", "int8/static/channel"
-    check("torch_int8" if m > 16 else "torch_dequant", keys, exact, a, w, sa, sb)
+    check("torch_int8" if m > 16 else "triton_int8", keys, exact, a, w, sa, sb)
