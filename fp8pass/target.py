@@ -52,7 +52,9 @@ HOST = "cpu"
 _ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}
 
 #: Libraries that may stand behind a "+" in a target's name.
-LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm")
+#: ``vllm_xpu`` is the distribution vllm-xpu-kernels, with which vLLM runs on XPUs: it has operators
+#: and versions of its own.
+LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm", "vllm_xpu")
 
 #: Feature of a GPU target whose machine has no Triton. It comes with torch's builds for GPUs, so
 #: its absence is what has to be said.
@@ -163,10 +165,19 @@ class Target:
 
 def _loaded_libraries() -> tuple[tuple[str, str], ...]:
     """Kernel libraries that this process has loaded already, with versions where they say one."""
-    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
-        return ()
-    version = getattr(sys.modules.get("vllm"), "__version__", "")
-    return (("vllm", str(version)),)
+    found = []
+    for name, namespace, operator, module in _LOADED:
+        if hasattr(getattr(torch.ops, namespace), operator):
+            version = getattr(sys.modules.get(module), "__version__", "")
+            found.append((name, str(version)))
+    return tuple(found)
+
+
+#: Libraries of operators: name here, namespace, an operator that says that it is loaded, module.
+_LOADED = (
+    ("vllm", "_C", "cutlass_scaled_mm", "vllm"),
+    ("vllm_xpu", "_xpu_C", "fp8_gemm", "vllm_xpu_kernels"),
+)
 
 
 #: Libraries of Python modules: found without importing them, and called only when a graph runs.

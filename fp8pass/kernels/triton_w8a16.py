@@ -67,8 +67,8 @@ def _product_kernel(
 ):  # fmt: skip
     """One tile ``[BM, BN]`` of ``out``.
 
-    ``SCALE_AT``: ``weight`` (each code is scaled, and rounded to ``SCALED`` and the dtype of ``a``),
-    ``block`` (the sum over each block of K), ``sum`` (the whole sum, before anything is added) or
+    ``SCALE_AT``: ``weight`` (each code is scaled, and rounded to ``SCALED`` and to the dtype of
+    ``a``), ``block`` (the sum over each block of K), ``sum`` (the whole sum, before anything is added) or
     ``product`` (the sum after its rounding to ``SUM``; the result is rounded to ``SCALED``).
     ``BIAS``: ``none``, ``inside`` or ``after``, then rounded to ``ADDED``.
     """
@@ -100,8 +100,10 @@ def _product_kernel(
         else:
             codes = tl.load(w_rows + at, mask=w_ok & (at < k), other=0)
         if GROUP_K > 0:
-            block = (step * BK // GROUP_K).to(tl.int64) * scale_rows if NATIVE else (
-                step * BK // GROUP_K * scale_rows
+            block = (
+                (step * BK // GROUP_K).to(tl.int64) * scale_rows
+                if NATIVE
+                else (step * BK // GROUP_K * scale_rows)
             )
             factor = tl.load(places + block, mask=columns < n, other=0.0)
         if HARDWARE:

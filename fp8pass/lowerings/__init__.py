@@ -18,6 +18,7 @@ from fp8pass.lowerings import (  # isort: split
     vllm_block,
     vllm_int8,
     weight_only,
+    xpu,
 )
 
 from fp8pass.lowerings.choice import (
@@ -73,4 +74,5 @@ __all__ = [
     "vllm_int8",
     "weight_only",
     "weight_only_names",
+    "xpu",
 ]

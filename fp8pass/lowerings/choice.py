@@ -138,9 +138,7 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
     return choice
 
 
-def _named(
-    names: tuple[str, ...], target: Target, problem: ScaledMMProblem
-) -> tuple[str, ...]:
+def _named(names: tuple[str, ...], target: Target, problem: ScaledMMProblem) -> tuple[str, ...]:
     """``names`` with each weight-only kernel, the best first, in the place of :data:`WEIGHT_ONLY`.
 
     Raises:

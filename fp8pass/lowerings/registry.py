@@ -25,8 +25,8 @@ class EmitSite:
     Attributes:
         a: ``[M, K]`` fp8 codes; of a weight-only product the activations themselves.
         b: ``[K, N]`` fp8 codes.
-        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``; of a weight-only product,
-            which has none, the same node as ``scale_b``.
+        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``; of a weight-only
+            product, which has none, the same node as ``scale_b``.
         scale_b: float32 dequant scale of ``b``, one element or ``[1, N]``.
         bias: ``[N]``, or None.
         prepared: the weight copy made by :func:`fp8pass.prepare`, or None.

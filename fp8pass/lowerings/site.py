@@ -119,8 +119,10 @@ def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: 
     """The operands of such a node for a kernel's ``emit``."""
     if problem.weight_only:
         left, weight, scale, bias, out_dtype = draft.node.args[:5]
-        nodes: tuple[Any, ...] = (left, weight, scale, scale, bias, None, out_dtype)
-        return EmitSite(*nodes, problem, target, numerics, val(draft.node))
+        return EmitSite(
+            left, weight, scale, scale, bias, None, out_dtype, problem, target, numerics,
+            val(draft.node),
+        )  # type: ignore[arg-type]  # fmt: skip
     a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _ = _arguments(draft.node)
     with draft.node.graph.inserting_before(draft.node):
         scale_a = _scale(draft.node.graph, scale_a, problem.activation.granularity)

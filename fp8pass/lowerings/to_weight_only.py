@@ -161,7 +161,7 @@ def removed(draft: Draft, live: set[fx.Node]) -> bool:
 
 
 def keeps_own_nodes(draft: Draft, choice: Choice) -> bool:
-    """Whether a site that was read from aten is, as the model wrote it, what the kernel would be."""
+    """Whether a site that was read from aten is what the kernel would be, as the model wrote it."""
     kernel = choice.kernel
     return kernel is find(_INDUCTOR_OWN) and draft.source == "aten" and not _act_key(draft.node)
 

@@ -32,7 +32,7 @@ _CONVERT = torch.ops.prims.convert_element_type.default
 
 
 def weight_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
-    """The weight has float32-valued scales per tensor, channel or block; blocks have known sizes."""
+    """The weight is fp8 with plain scales per tensor, channel or block, which needs known sizes."""
     weight = problem.weight
     plain = need.plain_scales(kernel, problem)
     if not plain:

@@ -64,7 +64,7 @@ def _before(a: Any, scale: Any) -> Source | str:
     made = item(codes, 0)
     if made is None or not is_call(made, _ops.quantize.default, *_FUSED):
         return "its codes do not come from a quantise that was read"
-    schema = made.target._schema  # type: ignore[union-attr]
+    schema = made.target._schema
     given = dict(zip((arg.name for arg in schema.arguments), made.args, strict=False))
     form = QuantForm.parse(str(given.get("quant_form", given.get("form"))))
     own = peel_views(given["scale"]) if form.static else None

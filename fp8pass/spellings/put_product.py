@@ -10,8 +10,8 @@ from torch import fx
 from fp8pass.ops.product_form import ProductForm
 from fp8pass.spellings.dequantised import DequantisedMatch, keys_of
 from fp8pass.spellings.operands import Operand
-from fp8pass.spellings.weight_only import WeightOnlyMatch
 from fp8pass.spellings.walk import VIEWS, aten, is_call, same, val
+from fp8pass.spellings.weight_only import WeightOnlyMatch
 from fp8pass.workbench import Workbench
 
 _SAME_MEMORY = (aten.clone.default, aten.alias.default)

@@ -203,9 +203,9 @@ class _Walk:
             self.at = user
             return True
         target = cast_to(user)
-        if target in (torch.bfloat16, torch.float16) and self._has_scale:
-            if dtype_of(self.at) == torch.float32:
-                self.at = user
+        rounds = dtype_of(self.at) == torch.float32 and target in (torch.bfloat16, torch.float16)
+        if rounds and self._has_scale:
+            self.at = user
         return False
 
     def _view(self, user: fx.Node) -> bool:
