@@ -68,8 +68,8 @@ def _product_kernel(
     """One tile ``[BM, BN]`` of ``out``.
 
     ``SCALE_AT``: ``weight`` (each code is scaled, and rounded to ``SCALED`` and to the dtype of
-    ``a``), ``block`` (the sum over each block of K), ``sum`` (the whole sum, before anything is added) or
-    ``product`` (the sum after its rounding to ``SUM``; the result is rounded to ``SCALED``).
+    ``a``), ``block`` (the sum over each block of K), ``sum`` (the whole sum, before anything is
+    added) or ``product`` (the sum after its rounding to ``SUM``, and rounded to ``SCALED``).
     ``BIAS``: ``none``, ``inside`` or ``after``, then rounded to ``ADDED``.
     """
     DTYPE: tl.constexpr = a.dtype.element_ty

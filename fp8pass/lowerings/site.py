@@ -118,11 +118,12 @@ def weight_only_problem(
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
     """The operands of such a node for a kernel's ``emit``."""
     if problem.weight_only:
-        left, weight, scale, bias, out_dtype = draft.node.args[:5]
+        operands: tuple[Any, ...] = tuple(draft.node.args[:5])
+        left, weight, scale, bias, out_dtype = operands
+        value = val(draft.node)
         return EmitSite(
-            left, weight, scale, scale, bias, None, out_dtype, problem, target, numerics,
-            val(draft.node),
-        )  # type: ignore[arg-type]  # fmt: skip
+            left, weight, scale, scale, bias, None, out_dtype, problem, target, numerics, value
+        )
     a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _ = _arguments(draft.node)
     with draft.node.graph.inserting_before(draft.node):
         scale_a = _scale(draft.node.graph, scale_a, problem.activation.granularity)

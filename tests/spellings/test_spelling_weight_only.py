@@ -208,11 +208,11 @@ def test_a_weight_that_is_rounded_twice() -> None:
     assert "rounded more than once" in refused(fn, *given())
 
 
-def test_a_weight_with_something_added() -> None:
+def test_a_weight_that_is_scaled_twice() -> None:
     def fn(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
-        return F.linear(x, w.to(BF16) * s.to(BF16) + 1)
+        return F.linear(x, w.to(BF16) * s.to(BF16) * s.to(BF16))
 
-    assert "its weight is made by aten.add" in refused(fn, *given())
+    assert "its weight is made by aten.mul" in refused(fn, *given())
 
 
 def test_a_scale_that_is_a_number() -> None:
