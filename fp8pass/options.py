@@ -30,7 +30,9 @@ class Options:
             intermediate roundings to the model dtype; same error class as stock Inductor).
         strict: raise if a step of the pass fails, instead of restoring the graph and going on.
         force: name of the one GEMM kernel to use; a site that it cannot take raises
-            :class:`fp8pass.errors.NoKernelError` with every reason.
+            :class:`fp8pass.errors.NoKernelError` with every reason. ``"w8a16"`` (here, in
+            ``prefer`` and in ``disable``) means the weight-only kernels: forced or preferred, they
+            take activations before their quantise, which changes numbers.
         prefer: kernel names to try first, in this order; falls back and says so.
         disable: kernel names never to use.
         dump: folder for before/after graphs and reports.
@@ -91,9 +93,9 @@ class Options:
         if self.force is not None:
             named.append(self.force)
         if named:
-            from fp8pass.lowerings import kernel_names, producer_kernel_names
+            from fp8pass.lowerings import WEIGHT_ONLY, kernel_names, producer_kernel_names
 
-            products = kernel_names()
+            products = (*kernel_names(), WEIGHT_ONLY)
             known = (*products, *producer_kernel_names())
             for name in named:
                 allowed = products if name == self.force else known

@@ -88,8 +88,9 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     ),
     Reason(
         "FP8-R005",
-        "only the weight is quantised",
-        "the product {node} multiplies activations that are not quantised by an fp8 weight (W8A16)",
+        "a weight-only product that is not read",
+        "the product {node} multiplies activations that are not quantised by an fp8 weight "
+        "(W8A16), in a way that is not read: {why}",
         "nothing to do: the code generator fuses what makes the weight wide with the work around",
     ),
     Reason(
@@ -254,6 +255,26 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "a limit of the kernel",
         "kernel {kernel} does not take {what}",
         "",
+    ),
+    Reason(
+        "FP8-L040",
+        "the kernel is for a weight-only product",
+        "kernel {kernel} multiplies activations that are not quantised: other numbers than the "
+        "source's (more exact; relative L2 about 2.6 % away), so it is used on request alone",
+        "force or prefer it (or w8a16, the best of its kind) by name",
+    ),
+    Reason(
+        "FP8-L041",
+        "the kernel is for quantised activations",
+        "kernel {kernel} takes quantised activations, those of the site are {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L042",
+        "activations before the quantise",
+        "the product {node} cannot be made a weight-only one: {why}",
+        "quantise the activations as one of the recipes in docs/numerics.md, and multiply by that "
+        "scale",
     ),
     # FP8-L080 and on: kernels of other libraries on CUDA
     Reason(

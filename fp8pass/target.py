@@ -61,10 +61,9 @@ HOST = "cpu"
 _ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}
 
 #: Libraries that may stand behind a "+" in a target's name.
-LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm")
-
-#: An operator of each of vLLM's compiled libraries: CUDA's and ROCm's.
-_VLLM_OPERATORS = (("_C", "cutlass_scaled_mm"), ("_rocm_C", "wvSplitKQ"))
+#: ``vllm_xpu`` is the distribution vllm-xpu-kernels, with which vLLM runs on XPUs: it has operators
+#: and versions of its own.
+LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm", "vllm_xpu")
 
 #: Feature of a GPU target whose machine has no Triton. It comes with torch's builds for GPUs, so
 #: its absence is what has to be said.
@@ -209,10 +208,19 @@ def _loaded_libraries() -> tuple[tuple[str, str], ...]:
     """Kernel libraries that this process has loaded already, with versions where they say one."""
     found = []
     if "aiter" in sys.modules:
-        found.append("aiter")
-    if any(hasattr(getattr(torch.ops, space), name) for space, name in _VLLM_OPERATORS):
-        found.append("vllm")
-    return tuple((name, str(getattr(sys.modules.get(name), "__version__", ""))) for name in found)
+        found.append(("aiter", str(getattr(sys.modules["aiter"], "__version__", ""))))
+    for name, operators, module in _LOADED:
+        if any(hasattr(getattr(torch.ops, space), operator) for space, operator in operators):
+            found.append((name, str(getattr(sys.modules.get(module), "__version__", ""))))
+    return tuple(found)
+
+
+#: Libraries of operators: name here, (namespace, operator) pairs of which one says that it is
+#: loaded (vLLM's for CUDA and for ROCm), the module that has its version.
+_LOADED = (
+    ("vllm", (("_C", "cutlass_scaled_mm"), ("_rocm_C", "wvSplitKQ")), "vllm"),
+    ("vllm_xpu", (("_xpu_C", "fp8_gemm"),), "vllm_xpu_kernels"),
+)
 
 
 def _may_exist(arch: str) -> bool:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from golden_graphs import CASES, MODELS, OPTIONS, check_fakes, found, interpreted, values_of
 
-from fp8pass.lowerings import kernels, producer_kernel_names
+from fp8pass.lowerings import kernels, producer_kernel_names, weight_only_names
 from fp8pass.report import count_ops
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -139,6 +139,7 @@ def test_a_golden_graph_has_each_call_that_can_be_emitted() -> None:
         "triton_int8",
         "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_tensor",
         "flashinfer_block", "aiter_int8",
+        *weight_only_names(), "xpu",  # and in test_weight_only.py, test_xpu.py
     }  # fmt: skip
     assert {kernel.name for kernel in kernels()} - others == shown
     producers = {site.kernel for t, n in ALL for site in found(t, n).report.select(status="fused")}

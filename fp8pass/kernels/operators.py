@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.ops import activation, layer_norm, linear, norm, quantize
+from fp8pass.ops import activation, layer_norm, linear, norm, quantize, weight_only
 from fp8pass.ops.library import LIBRARY, OpSpec, register
 from fp8pass.quant_key import QuantKey
 
@@ -35,6 +35,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
 #: torch's dispatch key of GPUs, ROCm's too.
 _GPU = "CUDA"
 _CPU = "CPU"
+_XPU = "XPU"
 
 
 def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> OpSpec:
@@ -217,6 +218,12 @@ def block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, .
     return inputs
 
 
+def _keyed_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for *operands, keys in linear.operands(generator):
+        yield *operands, *keys
+    yield from block_inputs(*BLOCK_KEYS)(generator)
+
+
 def _torch_block_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
     for m, n, k in ((1, 128, 512), (3, 256, 512), (16, 128, 1024), (0, 128, 512)):
         a = (torch.randn(m, k, generator=generator) * 16).to(torch.float8_e4m3fn)
@@ -290,6 +297,40 @@ SCALED_MM_PLANNED = _product(
     "0-16=triton_skinny;17-=torch_row",
     reference=_planned_reference,
 )
+
+
+# ---- weight-only products -----------------------------------------------------------------------
+
+
+def _weight_only(name: str, kernel: Callable[..., Any], key: str) -> OpSpec:
+    """An operator of one kernel for ``fp8pass::w8a16_mm``, whose arguments it has but the last."""
+    spec = OpSpec(
+        name,
+        "(Tensor a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str weight_key,"
+        " str form='') -> Tensor",
+        weight_only.weight_only_product,
+        weight_only.fake_w8a16_mm,
+        weight_only.operands,
+        0.0,
+        "as w8a16_mm",
+    )
+    return _with_kernel(spec, kernel, key)
+
+
+#: fp8pass's own weight-only product on a GPU.
+TRITON_W8A16_MM = _weight_only(
+    "triton_w8a16_mm", _kernel("fp8pass.kernels.triton_w8a16", "w8a16_mm"), _GPU
+)
+#: Products by vllm-xpu-kernels, where its library is loaded.
+XPU_SCALED_MM = _product(
+    "xpu_scaled_mm",
+    ", str act_key, str weight_key",
+    _kernel("fp8pass.lowerings.xpu", "scaled_mm"),
+    key=_XPU,
+    reference=_keyed_reference,
+    inputs=_keyed_inputs,
+)
+XPU_W8A16_MM = _weight_only("xpu_w8a16_mm", _kernel("fp8pass.lowerings.xpu", "w8a16_mm"), _XPU)
 
 # behind what it is made of
 from fp8pass.kernels import rocm_operators  # noqa: E402, F401  isort: skip

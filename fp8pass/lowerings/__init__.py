@@ -17,6 +17,8 @@ from fp8pass.lowerings import (  # isort: split
     torch_dequant,
     vllm_block,
     vllm_int8,
+    weight_only,
+    xpu,
 )
 
 # ROCm's libraries
@@ -39,6 +41,7 @@ from fp8pass.lowerings.choice import (
 )
 from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
     EmitSite,
     Kernel,
     find,
@@ -46,6 +49,7 @@ from fp8pass.lowerings.registry import (
     kernels,
     register,
     unregister,
+    weight_only_names,
 )
 
 __all__ = [
@@ -53,6 +57,7 @@ __all__ = [
     "MEASURED",
     "PREFERRED",
     "STATIC_PRIORITY",
+    "WEIGHT_ONLY",
     "Choice",
     "EmitSite",
     "Kernel",
@@ -80,4 +85,7 @@ __all__ = [
     "vllm_cutlass",
     "vllm_int8",
     "vllm_skinny",
+    "weight_only",
+    "weight_only_names",
+    "xpu",
 ]

@@ -16,10 +16,17 @@ from functools import lru_cache
 
 from fp8pass.errors import NoKernelError
 from fp8pass.lowerings.producers import producer_kernel_names
-from fp8pass.lowerings.registry import Kernel, find, kernels
+from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
+    Kernel,
+    find,
+    kernels,
+    weight_only_names,
+)
 from fp8pass.lowerings.tables import Table, table_for
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import dtype_name
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.target import UNKNOWN, Target
 
@@ -83,6 +90,10 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
+    if kernel.weight_only != problem.weight_only:
+        has = dtype_name(problem.activation.dtype)
+        code = "FP8-L040" if kernel.weight_only else "FP8-L041"
+        return no(code, kernel=kernel.name, has=has)
     verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
     if verdict and kernel.reduces(target) and not problem.use_fast_accum:
         return no("FP8-L016", kernel=kernel.name)
@@ -101,14 +112,52 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
-    for name in (*options.prefer, *options.disable):
-        if name not in producer_kernel_names():
-            find(name)
-    forced = None if options.force is None else find(options.force).name
+    prefer = _named(options.prefer, target, problem)
+    disable = _named(options.disable, target, problem)
+    any_weight_only = options.force == WEIGHT_ONLY and problem.weight_only
+    forced = None
+    if options.force is not None and not any_weight_only:
+        (forced, *_) = _named((options.force,), target, problem)
+        if problem.weight_only and not find(forced).weight_only:
+            forced = None  # says how quantised activations are multiplied, not these
     if options.numerics == "fast" and not problem.use_fast_accum:
         problem = replace(problem, use_fast_accum=True)
     table = table_for(target)
-    return _choose(target, problem, forced, options.prefer, options.disable, kernels(), table)
+    choice = _choose(target, problem, forced, prefer, disable, kernels(), table)
+    if any_weight_only:
+        if not choice.plan:
+            verdicts = {r.kernel: r.verdict for r in choice.rejected}
+            raise NoKernelError(_cannot_force(WEIGHT_ONLY, verdicts, target))
+        choice = replace(choice, why=FORCED)
+    if WEIGHT_ONLY in options.prefer and choice.note:
+        # of the kernels that this name stands for, any will do
+        named = tuple(name for name in options.prefer if name != WEIGHT_ONLY)
+        winners = tuple(kernel.name for _, kernel in choice.plan)
+        verdicts = {r.kernel: r.verdict for r in choice.rejected}
+        met = choice.why == PREFERRED and not set(winners) & set(named)
+        before = named[: options.prefer.index(WEIGHT_ONLY)] if met else named
+        choice = replace(choice, note=_unmet(before, winners, verdicts))
+    return choice
+
+
+def _named(names: tuple[str, ...], target: Target, problem: ScaledMMProblem) -> tuple[str, ...]:
+    """``names`` with each weight-only kernel, the best first, in the place of :data:`WEIGHT_ONLY`.
+
+    Raises:
+        OptionError: a name that is not registered.
+    """
+    found: list[str] = []
+    for name in names:
+        if name == WEIGHT_ONLY:
+            among = [find(weight_only) for weight_only in weight_only_names()]
+            if problem.weight_only:
+                among.sort(key=lambda kernel: kernel.priority(target, problem))
+            found += [kernel.name for kernel in among]
+        else:
+            if name not in producer_kernel_names():
+                find(name)
+            found.append(name)
+    return tuple(found)
 
 
 @lru_cache(maxsize=4096)
@@ -225,7 +274,7 @@ def _joined(parts: Sequence[tuple[MRange, Kernel, str] | None]) -> _Plan:
 
 
 def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> str:
-    verdict = verdicts[forced]
+    verdict = verdicts[forced] if forced in verdicts else no("FP8-L012", target=target.spec)
     could = [name for name, other in verdicts.items() if other]
     others = [
         f"  {name}: {other.code}: {other.message}"

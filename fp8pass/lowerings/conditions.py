@@ -227,7 +227,7 @@ def converts(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
     A CPU converts all, every target int8; of fp8 only what was seen or read to be converted.
     """
     for key in (problem.activation, problem.weight):
-        if key.dtype == torch.int8 or target.kind == "cpu":
+        if key.dtype == torch.int8 or key.dtype in MODEL_DTYPES or target.kind == "cpu":
             continue
         if target.kind == "cuda":
             known = architecture(kernel, target, _CUDA_FP8)

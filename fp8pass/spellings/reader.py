@@ -35,7 +35,7 @@ from fp8pass.spellings.library_ops import (
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.put_layout import put_layouts
-from fp8pass.spellings.put_product import put_dequantised
+from fp8pass.spellings.put_product import put_dequantised, put_weight_only
 from fp8pass.spellings.put_zero_point import given_pair, put_pair
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
@@ -51,6 +51,7 @@ from fp8pass.spellings.walk import (
     val,
     where,
 )
+from fp8pass.spellings.weight_only import WeightOnlyMatch, key_of
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
@@ -141,7 +142,7 @@ class Reader:
     def read_products(self) -> None:
         """Scaled products."""
         for node in list(self.bench.graph.nodes):
-            if is_call(node, _ops.scaled_mm.default):
+            if is_call(node, _ops.scaled_mm.default, _ops.w8a16_mm.default):
                 self._take_native(node)
             elif (library := library_op(node)) is not None:
                 if library.kind == "scaled_mm":
@@ -153,6 +154,9 @@ class Reader:
                     continue
                 if isinstance(found, DequantisedMatch):
                     self._put_dequantised(found)
+                    continue
+                if isinstance(found, WeightOnlyMatch):
+                    self._put_weight_only(found)
                     continue
                 args = (
                     found.a,
@@ -281,7 +285,9 @@ class Reader:
         form = next((str(a) for a in reversed(node.args) if isinstance(a, str)), "")
         draft = self._draft(node, node, outputs, form)
         draft.source = "fp8pass"
-        if draft.kind == "scaled_mm":
+        if is_call(node, _ops.w8a16_mm.default):
+            draft.key, draft.form = key_of(node), str((*node.args, "")[6])
+        elif draft.kind == "scaled_mm":
             draft.key = f"{node.args[6]} x {node.args[7]}"
 
     def _put_single(
@@ -327,6 +333,12 @@ class Reader:
         node, result = put_dequantised(self.bench, found)
         draft = self._draft(node, found.root, {"out": node}, str(found.form))
         draft.key = f"{node.args[6]} x {node.args[7]}"
+        draft.swaps.append(self.bench.swap(found.root, result))
+
+    def _put_weight_only(self, found: WeightOnlyMatch) -> None:
+        node, result = put_weight_only(self.bench, found)
+        draft = self._draft(node, found.root, {"out": node}, str(found.form))
+        draft.key = key_of(node)
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
