@@ -61,6 +61,12 @@ NO_TRITON = "no-triton"
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
 
 
+
+def architectures() -> tuple[str, ...]:
+    """The names of all architectures that :meth:`Target.parse` knows, short names apart."""
+    return tuple(_ARCHITECTURES)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device to compile for.

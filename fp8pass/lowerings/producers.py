@@ -88,6 +88,11 @@ def producer_kernel_names() -> tuple[str, ...]:
     return (*_PRODUCERS, INDUCTOR)
 
 
+def producer_kernels() -> tuple[ProducerKernel, ...]:
+    """All kernels for producers in the order in which they are tried, ``inductor`` apart."""
+    return tuple(_PRODUCERS.values())
+
+
 @dataclass(frozen=True, slots=True)
 class ProducerChoice:
     """The kernel of one producer (None = ``inductor``) and why the others were not chosen."""
