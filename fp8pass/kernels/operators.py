@@ -151,6 +151,49 @@ TRITON_SCALED_MM = _product(
 VLLM_CUTLASS_SCALED_MM = _product(
     "vllm_cutlass_scaled_mm", "", _kernel("fp8pass.lowerings.vllm_cutlass", "run_operator")
 )
+
+
+def _block_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    *how: Any,
+) -> torch.Tensor:
+    """As ``scaled_mm`` with one scale per 1x128 of ``a`` and per 128x128 of ``b``."""
+    return linear.scaled_product(a, b, scale_a, scale_b, bias, out_dtype, *BLOCK_KEYS, "")
+
+
+BLOCK_KEYS = ("float8_e4m3fn/dynamic/group1x128", "float8_e4m3fn/static/group128x128")
+
+
+def _block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]:
+    def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+        for m, n, k in ((1, 128, 512), (3, 256, 512), (16, 128, 1024), (0, 128, 512)):
+            a = (torch.randn(m, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+            b = (torch.randn(n, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+            scale_a = torch.rand(m, k // 128, generator=generator) + 0.01
+            scale_b = torch.rand(n // 128, k // 128, generator=generator) + 0.01
+            yield a, b.t(), scale_a, scale_b.t(), None, torch.bfloat16, *how
+
+    return inputs
+
+
+#: torch's own product with a scale per block.
+TORCH_BLOCK_SCALED_MM = _with_kernel(
+    OpSpec(
+        "torch_block_scaled_mm",
+        f"{_OPERANDS}, bool fast_accum) -> Tensor",
+        _block_reference,
+        linear.fake_scaled_mm,
+        _block_inputs(False),
+        0.0,
+        _AS_GENERIC,
+    ),
+    _kernel("fp8pass.lowerings.torch_block", "run_operator"),
+)
 #: Several kernels by number of rows; see :mod:`fp8pass.lowerings.planned`.
 SCALED_MM_PLANNED = _product(
     "scaled_mm_planned",

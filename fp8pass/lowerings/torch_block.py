@@ -11,8 +11,9 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
-from fp8pass.lowerings.emit import aten, call, value
+from fp8pass.lowerings.emit import aligned, call
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
@@ -21,6 +22,8 @@ from fp8pass.target import Target
 NAME = "torch_block"
 _BLOCKS = (("group1x128", "group128x128"),)
 _E4M3 = (torch.float8_e4m3fn,)
+_ROW_MULTIPLE = 4
+_DENSE = torch.contiguous_format
 
 
 def _requirements(target: Target) -> Verdict:
@@ -44,29 +47,61 @@ def _sizes(problem: ScaledMMProblem) -> Verdict:
     assert problem.k is not None
     if problem.k % 512:
         return no("FP8-L009", kernel=NAME, what="K", wants=512, has=problem.k)
-    if not problem.packed:
-        return no("FP8-L008", kernel=NAME, what="rows", wants="without padding", has="padded ones")
     return YES
 
 
-def _inner_first(graph: fx.Graph, scale: fx.Node) -> fx.Node:
-    """The same matrix, stored with its first dim innermost."""
-    turned = call(graph, aten.permute.default, (scale, [1, 0]))
-    memory = {"memory_format": torch.contiguous_format}
-    return call(
-        graph,
-        aten.permute.default,
-        (call(graph, aten.clone.default, (turned,), memory), [1, 0]),
-    )
+def run_operator(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """The product by torch: ``[M, N]`` of ``out_dtype``, for any number of rows.
+
+    cuBLASLt has no such product for a number of rows that is no multiple of 4 (the columns of
+    ``scale_a`` must start at multiples of 16 bytes): the rest is filled up here and cut off again.
+
+    Args:
+        a: ``[M, K]`` codes, row-major.
+        b: ``[K, N]`` codes, the ``.t()`` view of a row-major weight.
+        scale_a: float32 ``[M, K / 128]``, in any layout.
+        scale_b: float32 ``[K / 128, N / 128]``, in any layout.
+        bias: None.
+        out_dtype: bf16.
+        fast_accum: whether less than float32 may be used for the sum.
+    """
+    assert bias is None
+    rows = a.shape[0]
+    if rows == 0:
+        return a.new_empty((0, b.shape[1]), dtype=out_dtype)
+    missing = -rows % _ROW_MULTIPLE
+    a, weight = aligned(a), aligned(b.t())
+    if missing:
+        # as bytes: not every operation of torch takes fp8
+        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
+        scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, missing))
+    out = torch._scaled_mm(
+        a, weight.t(), _inner_first(scale_a), _inner_first(scale_b), out_dtype=out_dtype,
+        use_fast_accum=fast_accum,
+    )  # fmt: skip
+    return out[:rows].clone() if missing else out
+
+
+def _inner_first(scale: torch.Tensor) -> torch.Tensor:
+    """The same matrix, stored with its first dim innermost; a copy only where it is not."""
+    turned = scale.t()
+    strides = (turned.shape[1], 1)
+    return scale if turned.stride() == strides else turned.clone(memory_format=_DENSE).t()
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    scales = [_inner_first(graph, scale) for scale in (site.scale_a, site.scale_b)]
-    args = (site.a, site.b, *scales, None, None, site.out_dtype, site.fast_accum)
-    node = call(graph, aten._scaled_mm.default, args, val=site.val)
-    # the strides of the scales are part of what they mean: Inductor keeps them by this
-    node.meta["eager_input_vals"] = (fx.node.map_arg(args, value), {})
-    return node
+    args = (
+        site.a, site.b, site.scale_a, site.scale_b, None, site.out_dtype, site.fast_accum,
+    )  # fmt: skip
+    return call(graph, torch.ops.fp8pass.torch_block_scaled_mm.default, args, val=site.val)
 
 
 TORCH_BLOCK = register(
@@ -78,6 +113,7 @@ TORCH_BLOCK = register(
         can_implement=_takes,
         priority=lambda target, problem: 40,
         emit=_emit,
-        provenance="not run on hardware (rules read in pytorch's source)",
+        provenance="tested on sm90 with torch 2.11",
+        run=run_operator,
     )
 )

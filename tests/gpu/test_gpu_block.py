@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 BF16 = torch.bfloat16
-ROWS = (1, 3, 16, 64, 256)
+ROWS = (1, 3, 4, 16, 17, 64, 255, 256)
 
 
 def check(kernel: str, keys: tuple[str, str], exact: torch.Tensor, *given: torch.Tensor) -> None:

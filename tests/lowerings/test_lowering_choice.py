@@ -246,7 +246,6 @@ CONDITIONS = [
             ({"n": 72}, "FP8-L009", ["N", "128", "72"]),
             ({"bias": BF16}, "FP8-L010", ["bfloat16"]),
             ({"out_dtype": F32}, "FP8-L007", ["float32"]),
-            ({"packed": False}, "FP8-L008", ["padd"]),
             ({"b_layout": "row"}, "FP8-L008", ["operand b"]),
         )
     ),

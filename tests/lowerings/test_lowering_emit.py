@@ -13,6 +13,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from fp8pass.errors import PassError
 from fp8pass.kernels import cpu
+from fp8pass.kernels.operators import BLOCK_KEYS
 from fp8pass.lowerings import EmitSite, find, kernels
 from fp8pass.ops.linear import scaled_product
 from fp8pass.problem import ScaledMMProblem
@@ -232,14 +233,32 @@ def test_blocks_with_symbolic_rows_add_no_guard() -> None:
         assert result.meta["val"].shape[0].node.expr == m.node.expr
 
 
-def test_block_scales_are_laid_out_as_torch_asks() -> None:
-    for m in (1, 3, 16):
-        p = problem(*BLOCKS, k=512, n=256)
-        built = build(find("torch_block").emit, Target.parse("sm90"), p, m=m)
-        check_values(built)
-        scale_a, scale_b = (n.meta["val"] for n in built.result.args[2:4])
-        assert (scale_a.shape, scale_a.stride()) == ((m, 4), (1, m))
-        assert (scale_b.t().shape, scale_b.t().stride()) == ((2, 4), (4, 1))
+@pytest.mark.parametrize("m", [0, 1, 3, 4, 16, 17])
+def test_blocks_are_laid_out_as_torch_asks(m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuBLASLt: rows a multiple of 4, the scales of both stored with their first dim innermost."""
+    from fp8pass.lowerings.torch_block import run_operator
+
+    p = problem(*BLOCKS, k=512, n=256)
+    given = operands(p, m, "cpu")
+    names = ("a", "b", "scale_a", "scale_b")
+    a, b, scale_a, scale_b = (given[name] for name in names)
+    called = []
+
+    def product(
+        a: torch.Tensor, b: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor, **how: Any
+    ) -> torch.Tensor:
+        called.append(a.shape[0])
+        assert a.shape[0] % 4 == 0 and a.stride() == (512, 1) and b.stride() == (1, 512)
+        assert (sa.shape, sa.t().is_contiguous()) == ((a.shape[0], 4), True)
+        assert (sb.shape, sb.t().is_contiguous()) == ((4, 2), True)
+        return scaled_product(a, b, sa, sb, None, how["out_dtype"], *BLOCK_KEYS, "")
+
+    monkeypatch.setattr(torch, "_scaled_mm", product)
+    for layout in (scale_a, scale_a.t().contiguous().t()):
+        got = run_operator(a, b, layout, scale_b, None, BF16, False)
+        wanted = scaled_product(a, b, scale_a, scale_b, None, BF16, *BLOCK_KEYS, "")
+        assert torch.equal(got, wanted) and got.is_contiguous()
+    assert called == ([-(-m // 4) * 4] * 2 if m else [])
 
 
 NATIVE = ["torch_tensor", "torch_channel", *(["torch_row"] if TORCH >= (2, 12) else [])]
