@@ -36,6 +36,7 @@ from fp8pass.spellings.left import not_fused
 from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
+from fp8pass.tuning import session
 from fp8pass.workbench import Snapshot, Workbench, merge_common
 
 Stage = Literal["joint", "post", "all"]
@@ -132,7 +133,7 @@ class Run:
         if stage != "post":
 
             def takes(draft: Draft) -> Verdict:
-                choice = choose(target, problem_of(draft, target), self.options)
+                choice = choose(target, problem_of(draft, target), self.options, _path(draft))
                 return fuel.take() if choice.plan else choice.verdict
 
             self.rewrites += reader.split_linears(takes)
@@ -175,7 +176,11 @@ class Run:
 
     def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
         problem = problem_of(draft, target)
-        choice = choose(target, problem, self.options)
+        session.lowered(problem)
+        session.ensure(target, problem, self.options)
+        choice = choose(target, problem, self.options, _path(draft))
+        if choice.note:
+            session.tell_once(choice.note)
         draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
         draft.shape = f"{problem.m}x{problem.n or 'N'}x{problem.k or 'K'}"
         if not choice.plan:
@@ -201,6 +206,11 @@ class Run:
         draft.plan = choice.text
         draft.why = f"{choice.why}{'; ' + choice.note if choice.note else ''}"
         self.rewrites += 1
+
+
+def _path(draft: Draft) -> str:
+    """The path of the site's module, as far as it is known."""
+    return draft.where.partition(" ")[0]
 
 
 def _count_readers(draft: Draft, live: set[fx.Node]) -> None:

@@ -153,8 +153,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L002",
         "the kernel was disabled by the user",
-        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE)",
-        "remove it from the option",
+        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE or VLLM_DISABLED_KERNELS)",
+        "remove it there",
     ),
     Reason(
         "FP8-L003",
@@ -245,6 +245,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "a limit of the kernel",
         "kernel {kernel} does not take {what}",
         "",
+    ),
+    Reason(
+        "FP8-L070",
+        "the kernel did not do well on this device",
+        "kernel {kernel} is not used for this product on this device, where it was tried: {why}",
+        "if that was mended, delete the file of measurements (docs/tuning.md) or set tune='off'",
     ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(

@@ -23,7 +23,9 @@ def resolve(env: dict[str, str] | None = None, **arguments: Any) -> Options:
 
 def test_defaults() -> None:
     assert resolve() == Options()
-    assert Options() == Options(None, "exact", False, None, (), (), None, None)
+    assert Options() == Options(
+        None, "exact", False, None, (), (), None, None, None, "cached", None
+    )
 
 
 def test_arguments_win_over_the_environment() -> None:
@@ -47,12 +49,16 @@ def test_every_option_has_a_variable() -> None:
         "disable": f" {KERNELS[-1]} , ",
         "dump": "folder",
         "fuel": " 5 ",
+        "linear_backend": "fp8-block=triton, torch",
+        "tune": "measure",
+        "tune_cache": "place",
     }
     assert set(good) == set(Options.names())
     options = resolve({f"FP8PASS_{name.upper()}": value for name, value in good.items()})
     assert options == Options(
-        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5
-    )
+        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5,
+        "fp8-block=triton, torch", "measure", "place",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", Options.names())
@@ -85,7 +91,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("target", "sm90+nonsense", "cutlass"),
     ("target", 90, "string"),
     ("force", "fastest", KERNELS[0]),
-    ("force", ["cpu"], "string"),
+    ("force", 3, "SITES=name"),
     ("prefer", ["fastest"], KERNELS[0]),
     ("prefer", 5, "list"),
     ("disable", "fastest,other", KERNELS[0]),

@@ -1,7 +1,7 @@
 """Choosing the kernels of one scaled product, and saying why no other was chosen.
 
-Order: forced by the user, preferred by the user, the measured table of the architecture, static
-priority. Decode and prefill want different kernels, so the site's range of M is cut where a kernel
+Order: forced by the user, preferred by the user, what was measured on this very device, the shipped
+table of the architecture, static priority. Decode and prefill want different kernels, so the site's range of M is cut where a kernel
 or the table says that something changes, each part is decided by itself, and neighbours with one
 answer are joined again. A pure function of the target, the problem and the options: the choice for
 any device can be made on any other, and equal sites share one answer from a cache, because a model
@@ -18,17 +18,23 @@ from fp8pass.errors import NoKernelError
 from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import Kernel, find, kernels
 from fp8pass.lowerings.tables import Table, table_for
+from fp8pass.lowerings.vllm_names import backend_kernels
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
+from fp8pass.selectors import first_at, names_at, schemes_of
 from fp8pass.target import Target
+from fp8pass.tuning.measured import Measured
+from fp8pass.tuning.session import measured_for
 
 FORCED = "forced"
 PREFERRED = "preferred"
+BACKEND = "linear_backend"
+MEASURED_HERE = "measured on this device"
 MEASURED = "measured table"
 STATIC_PRIORITY = "static priority"
 #: Which word a plan of several parts is described by: the first that holds for any of them.
-_STRENGTH = (FORCED, PREFERRED, MEASURED, STATIC_PRIORITY)
+_STRENGTH = (FORCED, PREFERRED, BACKEND, MEASURED_HERE, MEASURED, STATIC_PRIORITY)
 
 #: Refusals that are advice, not inability: a user who forces the kernel by name overrules them.
 _OVERRULED_BY_FORCE = frozenset({"FP8-L006"})
@@ -50,8 +56,8 @@ class Choice:
         plan: (range of M, kernel), together covering the problem's range; empty if no kernel takes
             the site, which then keeps the operator it came with.
         rejected: every other registered kernel with its reason, in order of registration.
-        why: ``"forced"``, ``"preferred"``, ``"measured table"``, ``"static priority"``, or ``""``
-            without a plan.
+        why: ``"forced"``, ``"preferred"``, ``"linear_backend"``, ``"measured on this device"``,
+            ``"measured table"``, ``"static priority"``, or ``""`` without a plan.
         verdict: :data:`YES`, or FP8-L012.
         note: a preference that could not be followed, in words; else ``""``.
     """
@@ -89,8 +95,10 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
     return verdict
 
 
-def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice:
-    """The kernels for one scaled product on ``target``.
+def choose(
+    target: Target, problem: ScaledMMProblem, options: Options, path: str = ""
+) -> Choice:
+    """The kernels for one scaled product on ``target``, in the module of ``path``.
 
     Never raises for a site that nothing takes: that is a :class:`Choice` without a plan.
 
@@ -99,34 +107,57 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
-    for name in (*options.prefer, *options.disable):
+    schemes = schemes_of(problem)
+    prefer = names_at(options.prefer, schemes, path)
+    disable = names_at(options.disable, schemes, path)
+    for name in (*prefer, *disable):
         if name not in producer_kernel_names():
             find(name)
-    forced = None if options.force is None else find(options.force).name
+    forced = first_at(options.forced, schemes, path) if options.force else None
+    if forced is not None:
+        find(forced)
+    backend = first_at(options.backends, schemes, path) if options.linear_backend else None
     if options.numerics == "fast" and not problem.use_fast_accum:
         problem = replace(problem, use_fast_accum=True)
-    table = table_for(target)
-    return _choose(target, problem, forced, options.prefer, options.disable, kernels(), table)
+    wanted = _Wanted(
+        forced, prefer, disable, () if backend is None else backend_kernels(backend), backend or ""
+    )
+    measured = measured_for(target, options)
+    return _choose(target, problem, wanted, kernels(), measured, table_for(target))
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the user asked for at one site, as names of kernels."""
+
+    forced: str | None
+    prefer: tuple[str, ...]
+    disable: tuple[str, ...]
+    backend: tuple[str, ...]
+    backend_name: str
 
 
 @lru_cache(maxsize=4096)
 def _choose(
     target: Target,
     problem: ScaledMMProblem,
-    forced: str | None,
-    prefer: tuple[str, ...],
-    disable: tuple[str, ...],
+    wanted: _Wanted,
     registered: tuple[Kernel, ...],
+    measured: Measured,
     table: Table,
 ) -> Choice:
+    forced, prefer = wanted.forced, wanted.prefer
     verdicts = {
         kernel.name: (
             no("FP8-L002", kernel=kernel.name)
-            if kernel.name in disable
+            if kernel.name in wanted.disable
             else consider(kernel, target, problem)
         )
         for kernel in registered
     }
+    for name, why in measured.refused(problem).items():
+        if verdicts.get(name):
+            verdicts[name] = no("FP8-L070", kernel=name, why=why)
     if forced is not None:
         kernel = next(k for k in registered if k.name == forced)
         if verdicts[forced] and not kernel.rows.covers(problem.m):
@@ -136,7 +167,7 @@ def _choose(
         plan: _Plan = ((problem.m, kernel, FORCED),)
     else:
         able = [kernel for kernel in registered if verdicts[kernel.name]]
-        plan = _plan(able, prefer, table, target, problem)
+        plan = _plan(able, wanted, measured, table, target, problem)
     if not plan:
         for kernel in registered:
             if verdicts[kernel.name]:  # each takes a part of the range, but not all of it
@@ -145,7 +176,7 @@ def _choose(
                 )
         rejected = tuple(Rejection(name, verdict) for name, verdict in verdicts.items())
         verdict = no("FP8-L012", target=target.spec)
-        return Choice((), rejected, "", verdict, _unmet(prefer, (), verdicts))
+        return Choice((), rejected, "", verdict, _unmet(wanted, (), verdicts))
     winners = tuple(dict.fromkeys(kernel.name for _, kernel, _ in plan))
     why = min((why for *_, why in plan), key=_STRENGTH.index)
     for kernel in registered:
@@ -156,7 +187,7 @@ def _choose(
     rejected = tuple(
         Rejection(name, verdict) for name, verdict in verdicts.items() if name not in winners
     )
-    note = "" if why == FORCED else _unmet(prefer, winners, verdicts)
+    note = "" if why == FORCED else _unmet(wanted, winners, verdicts)
     return Choice(tuple((m, kernel) for m, kernel, _ in plan), rejected, why, YES, note)
 
 
@@ -166,13 +197,15 @@ _Plan = tuple[tuple[MRange, Kernel, str], ...]
 
 def _plan(
     able: Sequence[Kernel],
-    prefer: tuple[str, ...],
+    wanted: _Wanted,
+    measured: Measured,
     table: Table,
     target: Target,
     problem: ScaledMMProblem,
 ) -> _Plan:
     """The best kernel for each part of the range of M; empty if a part has none."""
-    starts = set(table.starts(problem))
+    prefer, backend = wanted.prefer, wanted.backend
+    starts = {*table.starts(problem), *measured.starts(problem)}
     for kernel in able:
         starts.add(kernel.rows.lo)
         if kernel.rows.hi is not None:
@@ -183,19 +216,29 @@ def _plan(
         candidates = [k for k in able if k.rows.covers(part) and among(k)]
         if not candidates:
             return None
-        order = table.order(replace(problem, m=part))
+        # each says which of the names that it holds comes first; the words are reasons
+        orders = (
+            (PREFERRED, prefer),
+            (BACKEND, backend),
+            (MEASURED_HERE, measured.order(replace(problem, m=part))),
+            (MEASURED, table.order(replace(problem, m=part))),
+        )
 
-        def rank(kernel: Kernel) -> tuple[int, int, int]:
+        def rank(kernel: Kernel) -> tuple[int, ...]:
             name = kernel.name
-            return (
-                prefer.index(name) if name in prefer else len(prefer),
-                order.index(name) if name in order else len(order),
-                kernel.priority(target, problem),
-            )
+            # a backend is a set of kernels: which of them is for what comes after it to say
+            places = [
+                int(name not in order)
+                if why == BACKEND
+                else order.index(name)
+                if name in order
+                else len(order)
+                for why, order in orders
+            ]
+            return (*places, kernel.priority(target, problem))
 
         winner = min(candidates, key=rank)
-        preferred, measured = winner.name in prefer, winner.name in order
-        why = PREFERRED if preferred else MEASURED if measured else STATIC_PRIORITY
+        why = next((why for why, order in orders if winner.name in order), STATIC_PRIORITY)
         return part, winner, why
 
     plan = _joined([best(part, lambda kernel: True) for part in parts])
@@ -239,12 +282,15 @@ def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> 
     return "\n".join(lines)
 
 
-def _unmet(prefer: tuple[str, ...], winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
+def _unmet(wanted: _Wanted, winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
     """The preferences that come before the winner and could not be followed."""
     parts = []
-    for name in prefer:
+    for name in wanted.prefer:
         if name in winners:
-            break
+            return "; ".join(parts)
         if name in verdicts:  # not a kernel for producers
             parts.append(f"preferred {name} was not used ({verdicts[name].code})")
+    if wanted.backend and not set(winners) & set(wanted.backend):
+        told = ", ".join(f"{name} {verdicts[name].code}" for name in wanted.backend)
+        parts.append(f"linear_backend {wanted.backend_name} has no kernel for this site ({told})")
     return "; ".join(parts)
