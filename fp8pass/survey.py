@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.lowerings import choose, kernels
+from fp8pass.lowerings import choose, consider, kernels
 from fp8pass.lowerings.producers import (
     INDUCTOR,
     ProducerProblem,
@@ -23,7 +23,7 @@ from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.problem_spec import SHORT, parse_problem, problem_text
 from fp8pass.quant_key import dtype_name
-from fp8pass.target import Target, architectures
+from fp8pass.target import LIBRARIES, Target, architectures
 
 #: Numbers of rows that are asked for where a problem does not say: decode, few rows, any number.
 ROWS = (MRange(1, 1), MRange(4, 4), MRange(17, 17), MRange())
@@ -266,3 +266,94 @@ def columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in table
     )
+
+
+# ---- docs/backends.md ----------------------------------------------------------------------------
+
+#: What a row of the matrix asks: scales of activation and weight.
+_MATRIX = ("static", "row", "mixed", "token x tensor", "block", "block-ue8m0", "int8", "int8-azp")
+_INTRO = """# Backends
+
+Which kernel takes which product on which device. This page is generated from the registry of
+kernels by `python -m fp8pass.survey docs/backends.md`, and a test compares them; `fp8pass kernels
+--target T` says the same for one device, with the reason of every refusal, and `--problem TEXT` for
+one product. The products here have N = K = 4096, any number of rows, bfloat16 results and no bias.
+
+A name in **bold** is chosen where nothing was measured and nothing is asked for; others can be
+forced or preferred by name. What stands behind `+` is a library that has to be loaded. Kernels that
+were not run on such hardware are marked with `†`: their calls follow the library's own sources and
+are checked against its recorded signatures, nothing more.
+"""
+
+
+def markdown() -> str:
+    """docs/backends.md: kernels with what was tested, and backend x scales x target."""
+    lines = [_INTRO, "## Kernels", "", "| kernel | what it is | runs on | rows | tested |",
+             "|---|---|---|---|---|"]  # fmt: skip
+    lines += [
+        f"| `{k.name}` | {k.summary} | {', '.join(sorted(k.kinds))} | {k.rows} | {k.provenance} |"
+        for k in kernels()
+    ]
+    lines += ["", "Producers (norm, activation and quantise in one):", "",
+              "| kernel | what it is | runs on | tested |", "|---|---|---|---|"]  # fmt: skip
+    lines += [
+        f"| `{k.name}` | {k.summary} | {', '.join(sorted(k.kinds))} | {k.provenance} |"
+        for k in producer_kernels()
+    ]
+    lines.append(
+        f"| `{INDUCTOR}` | written out for the code generator | every kind | with each target |"
+    )
+    lines += ["", "## By target", ""]
+    lines += [f"| target | {' | '.join(_MATRIX)} |", "|---" * (len(_MATRIX) + 1) + "|"]
+    for name in architectures():
+        target = _with_libraries(Target.parse(name))
+        cells = [_cell(target, text) for text in _MATRIX]
+        lines.append(f"| {target.spec} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _with_libraries(target: Target) -> Target:
+    """The target with every library that some kernel of its kind asks for."""
+    useful = []
+    for library in LIBRARIES:
+        with_it = Target.parse(f"{target.arch}+{library}")
+        if any(
+            target.kind in k.kinds and k.requirements(with_it) and not k.requirements(target)
+            for k in kernels()
+        ):
+            useful.append(library)
+    return Target.parse("+".join([target.arch, *useful]))
+
+
+def _cell(target: Target, text: str) -> str:
+    found = []
+    plain = parse_problem(text, target)
+    choice = choose(Target.parse(target.arch), plain, Options(tune="off"))
+    chosen = {kernel.name for _, kernel in choice.plan}
+    for kernel in kernels():
+        able = consider(kernel, target, plain) or consider(
+            kernel, target, parse_problem(f"{text}, fast_accum", target)
+        )
+        if not able and not consider(
+            kernel, target, parse_problem(f"{text}, prepared", target)
+        ):
+            continue
+        mark = "" if _tested(kernel.provenance, target) else "†"
+        name = f"{kernel.name}{mark}"
+        found.append(f"**{name}**" if kernel.name in chosen else name)
+    return ", ".join(found) or "-"
+
+
+def _tested(provenance: str, target: Target) -> bool:
+    """Whether the kernel was run on such hardware: its statement names the architecture."""
+    tested = provenance.partition(";")[0]
+    return "not run" not in tested and (
+        target.arch in tested or (target.host and "x86" in tested and "x86" in target.arch)
+    )
+
+
+if __name__ == "__main__":
+    import sys
+    from pathlib import Path
+
+    Path(sys.argv[1]).write_text(markdown(), encoding="utf-8")

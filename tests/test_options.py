@@ -134,6 +134,7 @@ def test_targets_and_paths_as_objects() -> None:
 
 def test_key_has_what_changes_a_rewrite() -> None:
     assert Options(dump="a").key() == Options(dump="b").key()
+    assert Options(tune_cache="a").key() == Options().key(), "its content counts, not its place"
     changes: dict[str, Any] = {
         "target": "cpu",
         "numerics": "fast",
@@ -142,6 +143,8 @@ def test_key_has_what_changes_a_rewrite() -> None:
         "prefer": ("x",),
         "disable": ("x",),
         "fuel": 1,
+        "linear_backend": "torch",
+        "tune": "off",
     }
     made = {Options(**{name: value}).key() for name, value in changes.items()}
     assert len(made | {Options().key()}) == len(changes) + 1
