@@ -50,10 +50,11 @@ def load(path: Path, identity: dict[str, Any]) -> dict[str, Record]:
     """The records of a file; none if there is none or it does not count, which is said once."""
     try:
         text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, UnicodeDecodeError) as error:
-        tell_once(f"measurements in {path} are not used: {type(error).__name__}: {error}")
+        why = getattr(error, "strerror", None) or "it is not text"
+        tell_once(f"measurements in {path} are not used: {type(error).__name__}: {why}")
         return {}
     try:
         return parse(text, identity)

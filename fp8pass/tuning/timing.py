@@ -26,7 +26,7 @@ class Timed(Protocol):
     """Calls that can be timed again and again."""
 
     def microseconds(self) -> float:
-        """Time of one call, in the mean over all sets of inputs."""
+        """Time of one call, over all sets of inputs."""
         ...
 
 
@@ -62,7 +62,8 @@ class Captured:
 
 
 class Called:
-    """Calls timed by the clock: a host has no graph to capture them into."""
+    """Calls timed by the clock, one by one: a host has no graph to capture them into, and other
+    work, which now and then takes one call's time many times over."""
 
     def __init__(self, call: Callable[[int], Any], count: int) -> None:
         self.call, self.count = call, count
@@ -70,10 +71,12 @@ class Called:
             call(i)
 
     def microseconds(self) -> float:
-        start = time.perf_counter()
+        times = []
         for i in range(self.count):
+            start = time.perf_counter()
             self.call(i)
-        return (time.perf_counter() - start) * 1e6 / self.count
+            times.append(time.perf_counter() - start)
+        return statistics.median(times) * 1e6
 
 
 def timed(call: Callable[[int], Any], count: int, device: torch.device) -> Timed:
