@@ -99,7 +99,14 @@ def add_commands(application: "typer.Typer") -> None:
         """
         _run(
             lambda: _tune(
-                model, shapes or [], scales or ["row"], rows or [], more, option or [], json, table,
+                model,
+                shapes or [],
+                scales or ["row"],
+                rows or [],
+                more,
+                option or [],
+                json,
+                table,
                 again,
             )
         )

@@ -90,9 +90,7 @@ class Fp8Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identity for Inductor's caches; None (no caching) if an earlier pass has none."""
-        parts: list[Any] = [
-            identity(self.options.key(), self.stage, None, digest(self.options))
-        ]
+        parts: list[Any] = [identity(self.options.key(), self.stage, None, digest(self.options))]
         for earlier in self.before:
             other = earlier.uuid() if isinstance(earlier, CustomGraphPass) else None
             if other is None:

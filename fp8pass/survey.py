@@ -334,9 +334,7 @@ def _cell(target: Target, text: str) -> str:
         able = consider(kernel, target, plain) or consider(
             kernel, target, parse_problem(f"{text}, fast_accum", target)
         )
-        if not able and not consider(
-            kernel, target, parse_problem(f"{text}, prepared", target)
-        ):
+        if not able and not consider(kernel, target, parse_problem(f"{text}, prepared", target)):
             continue
         mark = "" if _tested(kernel.provenance, target) else "†"
         name = f"{kernel.name}{mark}"

@@ -61,7 +61,6 @@ NO_TRITON = "no-triton"
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
 
 
-
 def architectures() -> tuple[str, ...]:
     """The names of all architectures that :meth:`Target.parse` knows, short names apart."""
     return tuple(_ARCHITECTURES)

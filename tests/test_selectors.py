@@ -138,7 +138,9 @@ def test_a_backend_that_cannot_falls_back_and_says_so() -> None:
     assert choice.text == "8=triton_skinny" and choice.why != "linear_backend"
     assert "linear_backend cutlass has no kernel for this site" in choice.note
     assert "FP8-L011" in choice.note
-    fits = choose(SM90, parse_problem("row, m=8", SM90), Options.resolve({}, linear_backend="torch"))
+    fits = choose(
+        SM90, parse_problem("row, m=8", SM90), Options.resolve({}, linear_backend="torch")
+    )
     assert fits.why == "linear_backend" and not fits.note
 
 

@@ -95,9 +95,7 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
     return verdict
 
 
-def choose(
-    target: Target, problem: ScaledMMProblem, options: Options, path: str = ""
-) -> Choice:
+def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str = "") -> Choice:
     """The kernels for one scaled product on ``target``, in the module of ``path``.
 
     Never raises for a site that nothing takes: that is a :class:`Choice` without a plan.

@@ -101,9 +101,7 @@ def caller(
     fast = problem.use_fast_accum or numerics == "fast"
     run = kernel.run
     if run is not None:
-        return lambda s: run(
-            s.a, s.b, s.scale_a, s.scale_b, s.bias, problem.out_dtype, fast
-        )
+        return lambda s: run(s.a, s.b, s.scale_a, s.scale_b, s.bias, problem.out_dtype, fast)
     graph = fx.Graph()
     mode = FakeTensorMode(allow_non_fake_inputs=False)
     nodes: dict[str, fx.Node | None] = {}

@@ -131,7 +131,11 @@ def order(found: Any, m: int, n: int, k: int, scales: str = "row") -> tuple[str,
 def test_a_table_of_two_sizes() -> None:
     found, data = table(
         _64_32={"0-16": {"a": 1.0, "b": 2.0}, "17-": {"a": 9.0, "b": 3.0}},
-        _48_32={"0-16": {"a": 1.0, "b": 8.0}, "17-64": {"a": 2.0, "b": 3.0}, "65-": {"a": 5, "b": 4}},
+        _48_32={
+            "0-16": {"a": 1.0, "b": 8.0},
+            "17-64": {"a": 2.0, "b": 3.0},
+            "65-": {"a": 5, "b": 4},
+        },
     )
     assert order(found, 16, 64, 32) == ("a", "b") and order(found, 17, 64, 32) == ("b", "a")
     assert order(found, 17, 48, 32) == ("a", "b") and order(found, 65, 48, 32) == ("b", "a")

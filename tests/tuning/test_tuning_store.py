@@ -115,9 +115,7 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("damage", DAMAGED)
-def test_a_damaged_file(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_file(damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = put(tmp_path, record(torch_row=1.0, cpu=2.0))
     path.write_text(DAMAGED[damage](path.read_text()))
     with caplog.at_level(logging.WARNING, "fp8pass"):
@@ -133,9 +131,7 @@ def test_a_damaged_file(
 
 
 @pytest.mark.parametrize("name", ["device", "arch", "torch", "kernels", "libraries", "driver"])
-def test_a_file_from_elsewhere(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_from_elsewhere(name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     put(tmp_path, record(torch_row=1.0), identity_of(TARGET) | {name: "another"})
     with caplog.at_level(logging.WARNING, "fp8pass"):
         assert winner(tmp_path) == ("cpu", "static priority")
