@@ -10,7 +10,7 @@ from typing import Any
 from fp8pass.errors import OptionError, UnsupportedError
 from fp8pass.lowerings import choose
 from fp8pass.options import Options
-from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.problem import ScaledMMProblem
 from fp8pass.problem_spec import parse_problem, problem_text
 from fp8pass.progress import track
 from fp8pass.survey import columns

@@ -18,9 +18,9 @@ import torch
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.target import Target
 from fp8pass.tuning import store
-from fp8pass.tuning.store import tell_once as tell_once
 from fp8pass.tuning.live import identity_of, live_device
 from fp8pass.tuning.measured import NOTHING, Measured, Record, key_of
+from fp8pass.tuning.store import tell_once as tell_once
 
 if TYPE_CHECKING:
     from fp8pass.options import Options
