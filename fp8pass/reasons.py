@@ -252,6 +252,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "kernel {kernel} is not used for this product on this device, where it was tried: {why}",
         "if that was mended, delete the file of measurements (docs/tuning.md) or set tune='off'",
     ),
+    # FP8-L080 and on: kernels of other libraries on CUDA
+    Reason(
+        "FP8-L080",
+        "numerics not shown",
+        "kernel {kernel} is not known to keep the numerics contract: {why}",
+        "force it by name to have it, best with self_check=True, which compares it first",
+    ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(
         "FP8-P001",

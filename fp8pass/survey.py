@@ -166,7 +166,7 @@ def _asked(target: Target, problem: ScaledMMProblem, options: Options) -> dict[s
 
 
 def default_producers(target: Target) -> list[ProducerProblem]:
-    """The fused producers of a usual model of bfloat16, quantised per token and by a given scale."""
+    """Fused producers of a usual model in bfloat16, quantised per token and by a given scale."""
     from fp8pass.ops import dynamic_form, static_form
 
     fp8, bf16 = target.fp8_dtype or torch.float8_e4m3fn, torch.bfloat16
@@ -230,6 +230,7 @@ def survey_text(found: dict[str, Any], *, detail: bool) -> str:
     """A survey for people: the plan of each problem, and with ``detail`` every kernel's answer."""
     target = found["target"]
     fp8 = target["fp8_dtype"] or "no fp8 dtype"
+    rows: list[tuple[str, ...]]
     blocks = [f"{target['spec']}: {target['kind']}, {fp8}"]
     if not detail:
         rows = [(p["problem"], p["plan"] or f"none ({p['code']})", p["why"]) for p in

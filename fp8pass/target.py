@@ -8,6 +8,7 @@ and ROCm's numbers are never compared with CUDA's: an architecture is a name, no
 
 from __future__ import annotations
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -162,7 +163,7 @@ class Target:
         if found.kind == "cpu":
             return found
         # not cached: a library may be loaded after the first question
-        return replace(found, libraries=_loaded_libraries())
+        return replace(found, libraries=(*_installed_libraries(), *_loaded_libraries()))
 
 
 def _loaded_libraries() -> tuple[tuple[str, str], ...]:
@@ -171,6 +172,29 @@ def _loaded_libraries() -> tuple[tuple[str, str], ...]:
         return ()
     version = getattr(sys.modules.get("vllm"), "__version__", "")
     return (("vllm", str(version)),)
+
+
+#: Libraries of Python modules: found without importing them, and called only when a graph runs.
+_INSTALLED = (("deepgemm", "deep_gemm"), ("flashinfer", "flashinfer"))
+
+
+@cache
+def _installed_libraries() -> tuple[tuple[str, str], ...]:
+    """Kernel libraries that are installed, by their names here, with their versions."""
+    found = []
+    for name, module in _INSTALLED:
+        if importlib.util.find_spec(module) is None:
+            continue
+        distributions = (module, f"{module}-python", module.replace("_", "-"))
+        found.append((name, next(filter(None, map(_version_of, distributions)), "")))
+    return tuple(found)
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def _torch_version() -> str:

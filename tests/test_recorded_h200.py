@@ -31,13 +31,22 @@ FILES = {
     "fp8pass.triton_silu_mul_quant.default": "triton_activation.py",
     "fp8pass.triton_quantize.default": "triton_quantize.py",
     "fp8pass.triton_scaled_mm.default": "triton_gemm.py",
+    "fp8pass.triton_block_mm.default": "triton_block.py",
 }
 #: Kernel of a plan -> the call that it makes.
 PARTS = {
     "triton_skinny": "fp8pass.triton_scaled_mm.default",
     "triton_general": "fp8pass.triton_scaled_mm.default",
+    "triton_int8": "fp8pass.triton_scaled_mm.default",
+    "triton_block": "fp8pass.triton_block_mm.default",
+    "torch_block": "aten._scaled_mm.default",
     "torch_row": "aten._scaled_mm.default",
     "torch_tensor": "aten._scaled_mm.default",
+    "vllm_cutlass_int8": "fp8pass.vllm_cutlass_scaled_mm.default",
+    "vllm_cutlass_block": "fp8pass.vllm_cutlass_block_mm.default",
+    "deepgemm_block": "fp8pass.deepgemm_block_mm.default",
+    "flashinfer_tensor": "fp8pass.flashinfer_bmm_fp8.default",
+    "flashinfer_block": "fp8pass.flashinfer_block_mm.default",
     "vllm_cutlass": "fp8pass.vllm_cutlass_scaled_mm.default",
 }
 #: Products of torch: cuBLASLt's and CUTLASS's kernels. One product is one of them.

@@ -156,8 +156,8 @@ def test_names_stand_for_registered_kernels() -> None:
 
 def test_vllms_variable() -> None:
     environment = {
-        "VLLM_DISABLED_KERNELS": "CutlassFP8ScaledMMLinearKernel, RowWiseTorchFP8ScaledMMLinearKernel"
-        ",MacheteLinearKernel,Nonsense",
+        "VLLM_DISABLED_KERNELS": "CutlassFP8ScaledMMLinearKernel, "
+        "RowWiseTorchFP8ScaledMMLinearKernel,MacheteLinearKernel,Nonsense",
         "FP8PASS_DISABLE": "triton_general",
     }
     options = Options.resolve(environment)

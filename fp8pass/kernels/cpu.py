@@ -36,8 +36,8 @@ SOURCES = ("cpu_scaled_mm.cpp", "cpu_kernels.h", "cpu_convert.h")
 # -ffp-contract=off: scales and bias round in fp32 exactly as the torch ops do.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fPIC", "-shared", "-w")
 NEEDED_CPU_FLAGS = ("avx2", "fma", "f16c")
-KERNELS = {"fp32": 1, "bf16": 2, "amx": 3, "gemv": 4}  # enum Isa in cpu_convert.h
-GEMV_ROWS = 4  # the gemv kernel takes at most this many rows of ``a``
+KERNELS = {"fp32": 1, "bf16": 2, "amx": 3, "gemv": 4, "gemv_bf16": 5}  # enum Isa in cpu_convert.h
+GEMV_ROWS = 4  # the gemv kernels take at most this many rows of ``a``
 BLOCK_N, ROUND_K = 32, 32  # NB and KR in cpu_convert.h
 
 _FP8 = {torch.float8_e4m3fn: 0, torch.float8_e5m2: 1}
@@ -68,7 +68,8 @@ def why_unavailable() -> str:
 
 
 def kernels() -> tuple[str, ...]:
-    """The names of the compiled kernels that this CPU can run, among ``fp32 bf16 amx gemv``."""
+    """The names of the compiled kernels that this CPU can run, among ``fp32 bf16 amx
+    gemv gemv_bf16``."""
     return _loaded().kernels
 
 
@@ -145,7 +146,7 @@ def scaled_mm(
     lib = _library or _loaded()
     m, k, n, flags = _checked(a, b, scale_a, scale_b, bias, out_dtype, prepared)
     if kernel is not None:
-        if kernel not in lib.kernels or (kernel == "gemv" and m > GEMV_ROWS):
+        if kernel not in lib.kernels or (kernel.startswith("gemv") and m > GEMV_ROWS):
             raise UnsupportedError(f"kernel {kernel!r} cannot run here; it takes {lib.kernels}")
         flags |= KERNELS[kernel] << 8
     if lib.call is None or k == 0:

@@ -10,6 +10,9 @@
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__)
 #define FP8PASS_AVX512 1
 #endif
+#if defined(FP8PASS_AVX512) && defined(__AVX512BF16__) && defined(__AVX512VBMI__)
+#define FP8PASS_BYTE_TABLES 1
+#endif
 
 namespace {
 
@@ -22,7 +25,7 @@ constexpr long KR = 32;         // K is padded to a multiple of this (one AMX ti
 constexpr long GEMV_ROWS = 4;   // up to here the product is bound by reading weights
 constexpr long ROW_GROUP = 32;  // rows of A converted at a time; AMX works on 32 rows
 
-enum Isa { AUTO = 0, FP32 = 1, BF16 = 2, AMX = 3, GEMV = 4 };
+enum Isa { AUTO = 0, FP32 = 1, BF16 = 2, AMX = 3, GEMV = 4, GEMV_BF16 = 5 };
 enum Type { NONE = 0, F32 = 1, BFLOAT16 = 2, FLOAT16 = 3 };
 
 struct Job {
@@ -120,6 +123,47 @@ template <bool E5> void convert_row(const u8* in, long n, long padded, u16* out)
     _mm256_storeu_si256((__m256i*)(out + k), _mm512_cvtepi32_epi16(_mm512_srli_epi32(wide, 16)));
   }
 }
+#endif
+
+#ifdef FP8PASS_BYTE_TABLES
+// The two bytes of the bf16 value of each of the 128 codes without their sign. Every fp8 value, subnormal or
+// not, is a normal number in bf16, so that instructions which flush subnormals (dpbf16) take it as it is.
+struct Bf16Bytes {
+  alignas(64) u8 low[128], high[128];
+  template <bool E5> static Bf16Bytes of() {
+    Bf16Bytes t;
+    for (int code = 0; code < 128; ++code) {
+      const int mantissa_bits = E5 ? 2 : 3, bias = E5 ? 15 : 7;
+      const int mantissa = code & ((1 << mantissa_bits) - 1), exponent = code >> mantissa_bits;
+      float value = float(exponent ? mantissa | 1 << mantissa_bits : mantissa);
+      const int power = (exponent ? exponent : 1) - bias - mantissa_bits;
+      for (int i = 0; i < (power < 0 ? -power : power); ++i) value = power < 0 ? value / 2 : value * 2;
+      u32 u = bits(value);
+      if (E5 && exponent == 31) u = mantissa ? 0x7fc00000u : 0x7f800000u;
+      if (!E5 && code == 127) u = 0x7fc00000u;
+      t.low[code] = u8(u >> 16);
+      t.high[code] = u8(u >> 24);
+    }
+    return t;
+  }
+};
+
+template <bool E5> struct ByteTables {  // in registers
+  __m512i low0, low1, high0, high1;
+  ByteTables() {
+    static const Bf16Bytes t = Bf16Bytes::of<E5>();
+    low0 = _mm512_load_si512(t.low), low1 = _mm512_load_si512(t.low + 64);
+    high0 = _mm512_load_si512(t.high), high1 = _mm512_load_si512(t.high + 64);
+  }
+  // 64 codes -> bf16: of each 16 codes the first 8 into `x`, the others into `y`
+  void bf16(__m512i codes, __m512i& x, __m512i& y) const {
+    const __m512i low = _mm512_permutex2var_epi8(low0, codes, low1);
+    __m512i high = _mm512_permutex2var_epi8(high0, codes, high1);
+    high = _mm512_ternarylogic_epi64(high, codes, _mm512_set1_epi8(char(0x80)), 0xf8);  // | sign
+    x = _mm512_unpacklo_epi8(low, high);
+    y = _mm512_unpackhi_epi8(low, high);
+  }
+};
 #endif
 
 // ---- unpacking W ------------------------------------------------------------------------------------

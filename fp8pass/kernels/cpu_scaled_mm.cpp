@@ -10,8 +10,8 @@
 // that is the pair-interleaved ("VNNI") layout that AVX512-BF16 and AMX read. The fp32 kernel
 // reads [KP][NB] fp32 instead, which it makes per block (a few per cent of the product's time).
 //
-// Kernels: GEMV for M <= 4 straight from the fp8 bytes (reads one byte per weight, the least possible),
-// FP32 (AVX2, AVX-512), BF16 (AVX512-BF16), AMX. All threads draw (row chunk, column block) tasks from one
+// Kernels: GEMV for M <= 4 straight from the fp8 bytes (reads one byte per weight, the least possible) in fp32
+// or, with AVX512-BF16 and VBMI, in pairs of bf16 that two table lookups make of the codes; for more rows FP32 (AVX2, AVX-512), BF16 (AVX512-BF16), AMX. All threads draw (row chunk, column block) tasks from one
 // counter. A column block is always reduced in the same order, hence the result depends neither on the
 // thread count nor on whether `packed` was given.
 //
@@ -180,38 +180,115 @@ void dots(const float* a, long pitch, const u8* w, long ldw, long K, float* c) {
   }
 }
 
-template <bool E5, int R> void gemv(const Job& j, const float* a) {
-  // Enough sums side by side to hide the latency of an fma, as far as there are registers for them.
-  constexpr int C = VW < 16 ? (R > 2 ? 1 : 4 / R) : R == 1 ? 8 : 4;
+// How the few rows are multiplied: `dots` with its element, pitch and conversion of A, and the columns of W
+// worked on side by side, as many as hide the latency of a multiplication while their sums fit in registers.
+
+struct FloatDots {
+  typedef float T;
+  template <int R> static constexpr int columns() { return VW < 16 ? (R > 2 ? 1 : 4 / R) : R == 1 ? 8 : 4; }
+  static long size(const Job& j) { return Fp32::size(j); }
+  static long pitch(const Job& j) { return Fp32::pitch(j); }
+  template <bool E5> static void convert(const Job& j, long m, float* a) { Fp32::convert<E5>(j, m, a); }
+  template <bool E5, int R, int C> struct Dots {
+    static void run(const float* a, long pitch, const u8* w, long ldw, long K, float* c) {
+      dots<E5, R, C>(a, pitch, w, ldw, K, c);
+    }
+  };
+};
+
+#ifdef FP8PASS_BYTE_TABLES
+struct PairDots {
+  typedef u16 T;
+  template <int R> static constexpr int columns() { return R == 1 ? 8 : 4; }
+  static long pitch(const Job& j) { return round_up(j.K, 64) + 32; }
+  static long size(const Job& j) { return j.M * pitch(j); }
+  template <bool E5> static void convert(const Job& j, long m, u16* a) {
+    u16* row = a + m * pitch(j);
+    convert_row<E5>(j.a + m * j.lda, j.K, round_up(j.K, 64), row);
+    for (long k = 0; k < j.K; k += 64) {  // into the order in which bf16_codes() hands out W
+      const __m512i x = _mm512_loadu_si512(row + k), y = _mm512_loadu_si512(row + k + 32);
+      _mm512_storeu_si512(row + k, _mm512_shuffle_i64x2(x, y, 0x88));
+      _mm512_storeu_si512(row + k + 32, _mm512_shuffle_i64x2(x, y, 0xdd));
+    }
+  }
+  // How many rows ahead of those worked on to prefetch: about 24 KiB. Memory that is not there is not read.
+  template <int C> static long prefetched(long ldw) {
+    const long rows = (24 << 10) / (ldw > 64 ? ldw : 64);
+    return rows < C ? C : rows;
+  }
+  // c[r][i] = A[r] . W[i] for R rows of A (bf16, zero padded, in that order) and C rows of W (fp8)
+  template <bool E5, int R, int C> struct Dots {
+    static void run(const u16* a, long pitch, const u8* w, long ldw, long K, float* c) {
+      const long ahead = prefetched<C>(ldw) * ldw;
+      const ByteTables<E5> tables;
+      vf acc[R][C];
+      for (int r = 0; r < R; ++r)
+        for (int i = 0; i < C; ++i) acc[r][i] = splat(0);
+      const auto step = [&](int i, __m512i codes, long k) {
+        __m512i x, y;
+        tables.bf16(codes, x, y);
+        for (int r = 0; r < R; ++r) {
+          const __m512bh low = (__m512bh)_mm512_loadu_si512(a + r * pitch + k);
+          const __m512bh high = (__m512bh)_mm512_loadu_si512(a + r * pitch + k + 32);
+          acc[r][i] = _mm512_dpbf16_ps(acc[r][i], low, (__m512bh)x);
+          acc[r][i] = _mm512_dpbf16_ps(acc[r][i], high, (__m512bh)y);
+        }
+      };
+      long k = 0;
+      for (; k + 64 <= K; k += 64)
+        for (int i = 0; i < C; ++i) {
+          _mm_prefetch((const char*)(w + ahead + i * ldw + k), _MM_HINT_T0);
+          step(i, _mm512_loadu_si512(w + i * ldw + k), k);
+        }
+      if (k < K) {
+        const __mmask64 rest = ~0ull >> (64 - (K - k));
+        for (int i = 0; i < C; ++i) step(i, _mm512_maskz_loadu_epi8(rest, w + i * ldw + k), k);
+      }
+      for (int i = 0; i < C; ++i)
+        for (int r = 0; r < R; ++r) c[r * NB + i] = total(acc[r][i]);
+    }
+  };
+};
+#endif
+
+template <class P, bool E5, int R> void gemv(const Job& j, const typename P::T* a) {
+  constexpr int C = P::template columns<R>();
   parallel(j.threads, (j.N + NB - 1) / NB, [&](auto draw) {
     for (long block; (block = draw()) >= 0;) {
-      const long n0 = block * NB, n = j.N - n0 < NB ? j.N - n0 : NB;
+      const long n0 = block * NB, n = j.N - n0 < NB ? j.N - n0 : NB, pitch = P::pitch(j);
       const u8* w = j.w + n0 * j.ldw;
       alignas(64) float c[R * NB] = {};
       long i = 0;
-      for (; i + C <= n; i += C) dots<E5, R, C>(a, Fp32::pitch(j), w + i * j.ldw, j.ldw, j.K, c + i);
-      for (; i < n; ++i) dots<E5, R, 1>(a, Fp32::pitch(j), w + i * j.ldw, j.ldw, j.K, c + i);
+      for (; i + C <= n; i += C)
+        P::template Dots<E5, R, C>::run(a, pitch, w + i * j.ldw, j.ldw, j.K, c + i);
+      for (; i < n; ++i) P::template Dots<E5, R, 1>::run(a, pitch, w + i * j.ldw, j.ldw, j.K, c + i);
       finish(j, Columns(j, n0, n), 0, R, n0, n, c);
     }
   });
 }
 
-template <bool E5> bool few_rows(const Job& j) {
-  float* a = activations.get<float>(Fp32::size(j));
+template <class P, bool E5> bool few_rows(const Job& j) {
+  typename P::T* a = activations.get<typename P::T>(P::size(j));
   if (!a) return false;
-  for (long m = 0; m < j.M; ++m) j.a_e5 ? Fp32::convert<true>(j, m, a) : Fp32::convert<false>(j, m, a);
-  if (j.M == 1) gemv<E5, 1>(j, a);
-  else if (j.M == 2) gemv<E5, 2>(j, a);
-  else if (j.M == 3) gemv<E5, 3>(j, a);
-  else gemv<E5, 4>(j, a);
+  for (long m = 0; m < j.M; ++m)
+    j.a_e5 ? P::template convert<true>(j, m, a) : P::template convert<false>(j, m, a);
+  if (j.M == 1) gemv<P, E5, 1>(j, a);
+  else if (j.M == 2) gemv<P, E5, 2>(j, a);
+  else if (j.M == 3) gemv<P, E5, 3>(j, a);
+  else gemv<P, E5, 4>(j, a);
   activations.trim();
   return true;
 }
+
+template <class P> bool few_rows(const Job& j) { return j.w_e5 ? few_rows<P, true>(j) : few_rows<P, false>(j); }
 
 int kernels() {  // bit i: kernel i of Isa can run here; bit 0: more than one thread can be used
   int found = (GOMP_parallel ? 1 : 0) | 1 << FP32 | 1 << GEMV;
 #ifdef FP8PASS_BF16
   found |= 1 << BF16;
+#endif
+#ifdef FP8PASS_BYTE_TABLES
+  found |= 1 << GEMV_BF16;
 #endif
 #ifdef FP8PASS_AMX
   if (Amx::permitted()) found |= 1 << AMX;
@@ -240,14 +317,15 @@ extern "C" int fp8pass_scaled_mm(const int64_t* x) {
   int isa = int(flags >> 8 & 7);
   const int can = kernels();
   if (isa == AUTO) {
-    if (M <= GEMV_ROWS) isa = GEMV;
+    if (M <= GEMV_ROWS) isa = can >> GEMV_BF16 & 1 ? GEMV_BF16 : GEMV;
     else isa = can >> AMX & 1 ? AMX : can >> BF16 & 1 ? BF16 : FP32;
   }
   if (!(can >> isa & 1)) return 2;
-  if (isa == GEMV) {
-    if (M > GEMV_ROWS) return 2;
-    return j.w_e5 ? !few_rows<true>(j) : !few_rows<false>(j);
-  }
+  if ((isa == GEMV || isa == GEMV_BF16) && M > GEMV_ROWS) return 2;
+  if (isa == GEMV) return !few_rows<FloatDots>(j);
+#ifdef FP8PASS_BYTE_TABLES
+  if (isa == GEMV_BF16) return !few_rows<PairDots>(j);
+#endif
 #ifdef FP8PASS_AMX
   if (isa == AMX) return !product<Amx>(j);
 #endif

@@ -92,15 +92,35 @@ def _inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]
     return inputs
 
 
+def _keyed_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    act_key: str,
+    weight_key: str,
+) -> torch.Tensor:
+    """As :func:`fp8pass.ops.linear.scaled_mm` in the plain form."""
+    return linear.scaled_product(a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, "")
+
+
 def _product(
-    name: str, rest: str, kernel: Callable[..., Any], *how: Any, key: str = _GPU
+    name: str,
+    rest: str,
+    kernel: Callable[..., Any],
+    *how: Any,
+    key: str = _GPU,
+    reference: Callable[..., Any] = _reference,
+    inputs: Callable[[torch.Generator], Iterator[tuple[Any, ...]]] | None = None,
 ) -> OpSpec:
     spec = OpSpec(
         name,
         f"{_OPERANDS}{rest}) -> Tensor",
-        _reference,
+        reference,
         linear.fake_scaled_mm,
-        _inputs(*how),
+        inputs or _inputs(*how),
         0.0,
         _AS_GENERIC,
     )
@@ -153,6 +173,11 @@ VLLM_CUTLASS_SCALED_MM = _product(
 )
 
 
+# ---- products with scales per block, and plans ---------------------------------------------------
+
+BLOCK_KEYS = "float8_e4m3fn/dynamic/group1x128", "float8_e4m3fn/static/group128x128"
+
+
 def _block_reference(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -162,45 +187,98 @@ def _block_reference(
     out_dtype: torch.dtype,
     *how: Any,
 ) -> torch.Tensor:
-    """As ``scaled_mm`` with one scale per 1x128 of ``a`` and per 128x128 of ``b``."""
-    return linear.scaled_product(a, b, scale_a, scale_b, bias, out_dtype, *BLOCK_KEYS, "")
+    """Scales per 1x128 and 128x128: ``[M, K / 128]`` and ``[K / 128, N / 128]``, rounded up."""
+    return _keyed_reference(a, b, scale_a, scale_b, bias, out_dtype, *BLOCK_KEYS)
 
 
-BLOCK_KEYS = ("float8_e4m3fn/dynamic/group1x128", "float8_e4m3fn/static/group128x128")
+def block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]:
+    """Random operands with scales per block, the last block cut short in some."""
 
-
-def _block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, ...]]]:
     def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
-        for m, n, k in ((1, 128, 512), (3, 256, 512), (16, 128, 1024), (0, 128, 512)):
+        for m, k, n in ((3, 256, 128), (1, 200, 72), (0, 128, 128)):
             a = (torch.randn(m, k, generator=generator) * 16).to(torch.float8_e4m3fn)
-            b = (torch.randn(n, k, generator=generator) * 16).to(torch.float8_e4m3fn)
-            scale_a = torch.rand(m, k // 128, generator=generator) + 0.01
-            scale_b = torch.rand(n // 128, k // 128, generator=generator) + 0.01
-            yield a, b.t(), scale_a, scale_b.t(), None, torch.bfloat16, *how
+            w = (torch.randn(n, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+            groups, blocks = -(-k // 128), -(-n // 128)
+            scale_a = torch.rand((m, groups), generator=generator) + 0.01
+            scale_b = torch.rand((blocks, groups), generator=generator) + 0.01
+            bias = torch.randn(n, generator=generator).to(torch.bfloat16)
+            yield a, w.t(), scale_a, scale_b.t(), bias, torch.bfloat16, *how
 
     return inputs
 
 
-#: torch's own product with a scale per block.
-TORCH_BLOCK_SCALED_MM = _with_kernel(
-    OpSpec(
-        "torch_block_scaled_mm",
-        f"{_OPERANDS}, bool fast_accum) -> Tensor",
-        _block_reference,
-        linear.fake_scaled_mm,
-        _block_inputs(False),
-        0.0,
-        _AS_GENERIC,
-    ),
+def _torch_block_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for m, n, k in ((1, 128, 512), (3, 256, 512), (16, 128, 1024), (0, 128, 512)):
+        a = (torch.randn(m, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+        w = (torch.randn(n, k, generator=generator) * 16).to(torch.float8_e4m3fn)
+        scale_a = torch.rand((m, k // 128), generator=generator) + 0.01
+        scale_b = torch.rand((n // 128, k // 128), generator=generator) + 0.01
+        yield a, w.t(), scale_a, scale_b.t(), None, torch.bfloat16, False
+
+
+#: torch's own product with those scales, for any number of rows.
+TORCH_BLOCK_SCALED_MM = _product(
+    "torch_block_scaled_mm",
+    ", bool fast_accum",
     _kernel("fp8pass.lowerings.torch_block", "run_operator"),
+    reference=_block_reference,
+    inputs=_torch_block_inputs,
 )
+#: fp8pass's own product on a GPU with scales per 1x128 and 128x128.
+TRITON_BLOCK_MM = _product(
+    "triton_block_mm",
+    "",
+    _kernel("fp8pass.kernels.triton_block", "block_mm"),
+    reference=_block_reference,
+    inputs=block_inputs(),
+)
+
+
+def _library_block(name: str, module: str, run: str) -> OpSpec:
+    return _product(
+        name,
+        "",
+        _kernel(f"fp8pass.lowerings.{module}", run),
+        reference=_block_reference,
+        inputs=block_inputs(),
+    )
+
+
+#: Other libraries' products, where they are loaded or installed.
+VLLM_CUTLASS_BLOCK_MM = _library_block("vllm_cutlass_block_mm", "vllm_block", "run_operator")
+DEEPGEMM_BLOCK_MM = _library_block("deepgemm_block_mm", "deepgemm", "run_library")
+FLASHINFER_BLOCK_MM = _library_block("flashinfer_block_mm", "flashinfer", "run_block")
+FLASHINFER_BMM_FP8 = _product(
+    "flashinfer_bmm_fp8", "", _kernel("fp8pass.lowerings.flashinfer", "run_tensor")
+)
+
+
+def _planned_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+    plan: str,
+    keys: str = "",
+) -> torch.Tensor:
+    """The product of the kernels of ``plan``; ``keys`` says what is scaled where they have blocks
+    of scales: ``"activation key;weight key"``."""
+    if keys:
+        return _keyed_reference(a, b, scale_a, scale_b, bias, out_dtype, *keys.split(";"))
+    return _reference(a, b, scale_a, scale_b, bias, out_dtype)
+
+
 #: Several kernels by number of rows; see :mod:`fp8pass.lowerings.planned`.
 SCALED_MM_PLANNED = _product(
     "scaled_mm_planned",
-    ", bool fast_accum, str plan",
+    ", bool fast_accum, str plan, str keys=''",
     _kernel("fp8pass.lowerings.planned", "run_planned"),
     False,
     "0-16=triton_skinny;17-=torch_row",
+    reference=_planned_reference,
 )
 
 
@@ -209,9 +287,9 @@ def _planned_on_cpu(*args: Any) -> torch.Tensor:
     graph for an absent device."""
     from fp8pass.lowerings.planned import plan_is_for, run_planned
 
-    if plan_is_for(args[-1], "cpu"):
+    if plan_is_for(args[7], "cpu"):
         return run_planned(*args)
-    return _reference(*args)
+    return _planned_reference(*args)
 
 
 LIBRARY.impl(SCALED_MM_PLANNED.name, _planned_on_cpu, _CPU)

@@ -1,4 +1,4 @@
-"""The scaled product in Triton: ``round((a @ b) * scale_a * scale_b + bias)`` for fp8 codes.
+"""The scaled product in Triton: ``round((a @ b) * scale_a * scale_b + bias)``, fp8 or int8 codes.
 
 One kernel, of which :class:`~fp8pass.kernels.triton_gemm_tiles.Tile` says how it cuts the product.
 
@@ -23,13 +23,14 @@ on what is read later, even if the kernel ahead is still writing the weights.
 of them and keep 13 bits behind its leading one ("DeepSeek-V3 Technical Report", 2024, section
 3.5.2). Unless the source allows that for the whole depth, what they have accumulated over 128
 products is added to a float32 sum, as CUTLASS does by default: where no sign cancels, 128 products
-lose up to 2^-10 of their sum in that model of the hardware, and 256 three times as much.
+lose up to 2^-10 of their sum in that model of the hardware, and 256 three times as much. Products
+of int8 codes are summed in int32, exactly.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -38,9 +39,10 @@ import triton.language as tl
 
 from fp8pass.errors import UnsupportedError
 from fp8pass.kernels.triton_dispatch import Launcher
-from fp8pass.kernels.triton_gemm_limits import why_not_gemm
-from fp8pass.kernels.triton_gemm_tiles import Tile, bucket, tile_for
-from fp8pass.kernels.triton_rounding import NATIVE, narrow, plus, widen
+from fp8pass.kernels.triton_gemm_limits import INT8, why_not_gemm
+from fp8pass.kernels.triton_gemm_tiles import Tile, bucket, int8_tile, tile_for
+from fp8pass.kernels.triton_rounding import NATIVE, narrow, widen
+from fp8pass.kernels.triton_walk import ask_for_weights, tile_of, unpacked
 
 try:  # absent from builds of Triton without the NVIDIA backend, where only the interpreter runs
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -52,21 +54,6 @@ _PROMOTED = 128
 #: Columns of one program that adds up the sums of ``splits``.
 _COMBINED = 512
 _REFUSED = "fp8pass's Triton product does not take"
-
-
-@triton.jit
-def _ask_for_weights(starts, valid, BYTES: tl.constexpr):
-    """Ask ``BYTES`` from each of ``starts`` on into L2, by cache lines."""
-    lines = tl.arange(0, BYTES // 128)[None, :] * 128
-    tl.inline_asm_elementwise(
-        "{ .reg .pred valid; setp.ne.s32 valid, $2, 0;"
-        " @valid prefetch.global.L2 [$1]; mov.u32 $0, 0; }",
-        "=r,l,r",
-        [starts + lines, valid.to(tl.int32)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit
@@ -85,10 +72,10 @@ def _product_kernel(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
     SWAP: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     PACK: tl.constexpr, SPLITS: tl.constexpr, GROUP: tl.constexpr, PREFETCH: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr, OVERLAP: tl.constexpr,
-    STEPS: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, IMPRECISE: tl.constexpr, SUM: tl.constexpr,
+    OVERLAP: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """One tile of ``out [M, N]``, or with SPLITS > 1 of the float32 sums ``out [SPLITS, M, N]``.
+    """One tile of ``out [M, N]``, or with SPLITS > 1 of the sums ``out [SPLITS, M, N]`` in SUM.
 
     ``a`` is ``[M, K]``, ``w`` is ``[N, K]``, both with K contiguous.
     """
@@ -106,11 +93,7 @@ def _product_kernel(
         each = (steps + SPLITS - 1) // SPLITS
         first = part * each
         steps = tl.minimum(steps - first, each)
-    # programs that run together share weights: up to GROUP row tiles, then the next columns
-    top = pid // (GROUP * tiles_n) * GROUP
-    height = tl.minimum(tiles_m - top, GROUP)
-    tile_m = top + pid % (GROUP * tiles_n) % height
-    tile_n = pid % (GROUP * tiles_n) // height
+    tile_m, tile_n = tile_of(pid, tiles_m, tiles_n, GROUP)
 
     # operand row r holds matrix row r % BM (or BN) at the depth of its part, r // BM
     packed_m = tl.arange(0, PACK * BM)
@@ -131,7 +114,7 @@ def _product_kernel(
         if PREFETCH > 0:
             starts = w + columns.to(tl.int64)[:, None] * stride_w + first * depth
             left = k - first * depth - tl.arange(0, PREFETCH // 128)[None, :] * 128
-            _ask_for_weights(starts, (columns[:, None] < n) & (left > 0), PREFETCH)
+            ask_for_weights(starts, (columns[:, None] < n) & (left > 0), PREFETCH)
         gdc_wait()
     if SPLITS == 1:
         # early, since nothing of this is in L2 and the products take as long as the loads
@@ -141,9 +124,9 @@ def _product_kernel(
             offset = tl.load(bias + columns, mask=columns < n, other=0.0)
 
     if SWAP:
-        acc = tl.full((PACK * BN, PACK * BM), 0.0, tl.float32)
+        acc = tl.full((PACK * BN, PACK * BM), 0, SUM)
     else:
-        acc = tl.full((PACK * BM, PACK * BN), 0.0, tl.float32)
+        acc = tl.full((PACK * BM, PACK * BN), 0, SUM)
     # the interpreter cannot count to a tensor; STEPS may be too many, which the masks cover
     for step in range(0, steps if NATIVE else STEPS):
         at = (first + step) * depth + inner[None, :]
@@ -158,24 +141,20 @@ def _product_kernel(
         else:
             y = tl.load(w_rows + at, mask=w_ok & (w_shift[:, None] + at < k), other=0.0)
         if SWAP:
-            acc = tl.dot(y, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE)
+            acc = tl.dot(y, tl.trans(x), acc, max_num_imprecise_acc=IMPRECISE, out_dtype=SUM)
         else:
-            acc = tl.dot(x, tl.trans(y), acc, max_num_imprecise_acc=IMPRECISE)
+            acc = tl.dot(x, tl.trans(y), acc, max_num_imprecise_acc=IMPRECISE, out_dtype=SUM)
     if SWAP:
         acc = tl.trans(acc)
     if PACK > 1:
-        blocks = tl.reshape(acc, (PACK, BM, PACK, BN))
-        number = tl.arange(0, PACK)
-        same = number[:, None, None, None] == number[None, None, :, None]
-        blocks = tl.where(same, blocks, 0.0)
-        acc = tl.reduce(tl.reduce(blocks, 2, plus), 0, plus)
+        acc = unpacked(acc, PACK, BM, BN)
 
     places = rows.to(tl.int64)[:, None] * n + columns[None, :]
     inside = (rows[:, None] < m) & (columns[None, :] < n)
     if SPLITS > 1:
         tl.store(out + part.to(tl.int64) * m * n + places, acc, mask=inside)
     else:
-        acc = acc * row_scale[:, None] * column_scale[None, :]
+        acc = acc.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
         if BIAS:
             acc = acc + widen(offset, NATIVE)[None, :]
         tl.store(out + places, narrow(acc, out.dtype.element_ty, NATIVE), mask=inside)
@@ -184,10 +163,10 @@ def _product_kernel(
 @triton.jit(do_not_specialize=["m"])
 def _combine_kernel(
     sums, scale_a, scale_b, bias, out, m, n,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, BIAS: tl.constexpr, SCALED: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """``out [M, N]`` from the float32 ``sums [SPLITS, M, N]``, added up in their order."""
+    """``out [M, N]`` from ``sums [SPLITS, M, N]``, added up in their order."""
     if OVERLAP:
         gdc_launch_dependents()
         gdc_wait()
@@ -196,12 +175,15 @@ def _combine_kernel(
     columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
     inside = columns < n
     places = row.to(tl.int64) * n + columns
-    row_scale = _scale(scale_a, row, row < m, ROWS)
-    column_scale = _scale(scale_b, columns, inside, COLUMNS)
+    if SCALED:
+        row_scale = _scale(scale_a, row, row < m, ROWS)
+        column_scale = _scale(scale_b, columns, inside, COLUMNS)
     acc = tl.load(sums + places, mask=inside, other=0.0)
     for part in tl.static_range(1, SPLITS):
         acc = acc + tl.load(sums + places + tl.cast(m, tl.int64) * n * part, mask=inside, other=0.0)
-    acc = acc * row_scale * column_scale
+    acc = acc.to(tl.float32)
+    if SCALED:
+        acc = acc * row_scale * column_scale
     if BIAS:
         acc = acc + widen(tl.load(bias + columns, mask=inside, other=0.0), NATIVE)
     tl.store(out + places, narrow(acc, out.dtype.element_ty, NATIVE), mask=inside)
@@ -218,8 +200,15 @@ class Plan(NamedTuple):
     block: int = 0
 
 
+def combined(n: int) -> int:
+    """Columns of one program that adds up splits."""
+    return min(_COMBINED, max(32, 1 << (n - 1).bit_length()))
+
+
 @lru_cache(maxsize=4096)
-def _plan(tile: Tile, n: int, k: int, rows: bool, columns: bool, bias: bool, fast: bool) -> Plan:
+def _plan(
+    tile: Tile, n: int, k: int, rows: bool, columns: bool, bias: bool, fast: bool, integer: bool
+) -> Plan:
     native = bool(NATIVE.value)
     overlap = native and tile.overlap
     launch: dict[str, Any] = {"launch_pdl": True} if overlap else {}
@@ -236,7 +225,8 @@ def _plan(tile: Tile, n: int, k: int, rows: bool, columns: bool, bias: bool, fas
         "PREFETCH": tile.prefetch,
         "EVEN_N": n % tile.bn == 0,
         "EVEN_K": k % (tile.bk * tile.pack) == 0 and (native or tile.splits == 1),
-        "IMPRECISE": None if fast else min(_PROMOTED, tile.bk),
+        "IMPRECISE": None if fast or integer else min(_PROMOTED, tile.bk),
+        "SUM": tl.int32 if integer else tl.float32,
         "STEPS": None if native else triton.cdiv(k, tile.bk * tile.pack * tile.splits),
         "num_warps": tile.warps,
         "num_stages": tile.stages,
@@ -246,17 +236,39 @@ def _plan(tile: Tile, n: int, k: int, rows: bool, columns: bool, bias: bool, fas
         return Plan(Launcher(_product_kernel, product), None)
     # the sums need no scales
     product.update(ROWS=False, COLUMNS=False, BIAS=False)
-    block = min(_COMBINED, max(32, 1 << (n - 1).bit_length()))
-    combine = {**flags, "SPLITS": tile.splits, "BLOCK": block, "num_warps": 4, **launch}
-    return Plan(Launcher(_product_kernel, product), Launcher(_combine_kernel, combine), block)
+    block = combined(n)
+    return Plan(Launcher(_product_kernel, product), combining(n, block, tile, True, flags), block)
+
+
+def combining(n: int, block: int, tile: Tile, scaled: bool, flags: dict[str, Any]) -> Launcher:
+    """The launch that adds up the sums of ``tile.splits``, and scales them unless they are."""
+    launch: dict[str, Any] = {"launch_pdl": True} if flags["OVERLAP"] else {}
+    constants = {"SCALED": scaled, "SPLITS": tile.splits, "BLOCK": block, "num_warps": 4}
+    return Launcher(_combine_kernel, {**flags, **constants, **launch})
+
+
+@cache
+def machine(device: torch.device) -> tuple[int, bool]:
+    """Shared memory that a program may have on ``device``, and whether launches may overlap."""
+    if device.type != "cuda":  # interpreted
+        return 2**20, False
+    number = torch.cuda.current_device() if device.index is None else device.index
+    known = triton.runtime.driver.active.utils.get_device_properties(number)
+    # a little is left for what a program exchanges; overlapping launches were only seen on sm90
+    overlap = torch.cuda.get_device_capability(number) == (9, 0)
+    return int(known["max_shared_mem"]) - 1024, overlap
 
 
 @lru_cache(maxsize=1024)
-def _checked(kind: str, rows: int, n: int, k: int, *dtypes: torch.dtype | None) -> Tile:
+def _checked(
+    kind: str, rows: int, n: int, k: int, device: torch.device, *dtypes: torch.dtype | None
+) -> Tile:
     """The tile for a size, or :class:`UnsupportedError`; once for each bucket of rows."""
     why = why_not_gemm(kind, rows, n, k, *dtypes)
     if why is not None:
         raise UnsupportedError(f"{_REFUSED} {why}")
+    if kind == INT8:
+        return int8_tile(rows, n, k).fitted(*machine(device))
     return tile_for(kind, rows, n, k)
 
 
@@ -270,17 +282,19 @@ def scaled_mm(
     fast_accum: bool,
     kind: str,
 ) -> torch.Tensor:
-    """The scaled product of two fp8 matrices.
+    """The scaled product of two fp8 matrices, or of two int8 ones.
 
     Args:
-        a: ``[M, K]`` codes, e4m3fn or e5m2; copied first unless its rows are contiguous.
+        a: ``[M, K]`` codes, e4m3fn or e5m2 (int8 beside int8); copied first unless its rows are
+            contiguous.
         b: ``[K, N]`` codes, the ``.t()`` view of a row-major ``[N, K]`` weight; likewise.
         scale_a: float32 dequant scale, one element (per-tensor) or ``[M, 1]`` (per-token).
         scale_b: float32 dequant scale, one element or ``[1, N]`` (per-channel).
         bias: ``[N]`` bf16, fp16 or fp32, or None; added in float32.
         out_dtype: bf16, fp16 or fp32.
-        fast_accum: the tensor cores' reduced accumulation may be used for the whole sum.
-        kind: ``"skinny"`` (up to 64 rows) or ``"general"``.
+        fast_accum: the tensor cores' reduced accumulation may be used for the whole sum. That of
+            int8 codes is exact in any case.
+        kind: ``"skinny"`` (up to 64 rows), ``"general"``, or ``"int8"`` (any rows of int8 codes).
 
     Returns:
         contiguous ``[M, N]``: product, scales and bias in float32, one rounding.
@@ -291,7 +305,7 @@ def scaled_mm(
     m, k = a.shape
     n = b.shape[1]
     dtypes = (a.dtype, b.dtype, out_dtype, None if bias is None else bias.dtype)
-    tile = _checked(kind, bucket(m), n, k, *dtypes)
+    tile = _checked(kind, bucket(m), n, k, a.device, *dtypes)
     return launch(a, b, scale_a, scale_b, bias, out_dtype, fast_accum, tile)
 
 
@@ -333,29 +347,31 @@ def _launch(
 ) -> None:
     m, n = out.shape
     k = a.shape[1]
-    a, a_pitch = _rows(a)
-    weight, pitch = _rows(b.t())
-    scale_a, rows = _vector(scale_a, m, "scale_a")
-    scale_b, columns = _vector(scale_b, n, "scale_b")
+    a, a_pitch = rows_of(a)
+    weight, pitch = rows_of(b.t())
+    scale_a, rows = vector_of(scale_a, m, "scale_a")
+    scale_b, columns = vector_of(scale_b, n, "scale_b")
     if scale_a.dtype != torch.float32 or scale_b.dtype != torch.float32:
         raise UnsupportedError(f"{_REFUSED} scales of {scale_a.dtype} and {scale_b.dtype}")
     if bias is None:
         offset = scale_b  # any pointer
     else:
-        offset, _ = _vector(bias, n, "bias")
-    plan = _plan(tile, n, k, rows, columns, bias is not None, fast_accum)
+        offset, _ = vector_of(bias, n, "bias")
+    integer = a.dtype == torch.int8
+    plan = _plan(tile, n, k, rows, columns, bias is not None, fast_accum and not integer, integer)
     tiles = -(-m // tile.bm) * -(-n // tile.bn)
     if plan.combine is None:
         plan.product(tiles, a, weight, scale_a, scale_b, offset, out, m, n, k, a_pitch, pitch)
         return
-    sums = torch.empty((tile.splits, m, n), dtype=torch.float32, device=out.device)
+    dtype = torch.int32 if integer else torch.float32
+    sums = torch.empty((tile.splits, m, n), dtype=dtype, device=out.device)
     programs = tiles * tile.splits
     plan.product(programs, a, weight, scale_a, scale_b, offset, sums, m, n, k, a_pitch, pitch)
     programs = m * -(-n // plan.block)
     plan.combine(programs, sums, scale_a, scale_b, offset, out, m, n)
 
 
-def _rows(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
+def rows_of(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
     """``matrix`` with contiguous rows, and their distance (of one row: what is usual)."""
     rows, width = matrix.shape
     if width > 1 and matrix.stride(1) != 1:
@@ -363,7 +379,7 @@ def _rows(matrix: torch.Tensor) -> tuple[torch.Tensor, int]:
     return matrix, width if rows == 1 else matrix.stride(0)
 
 
-def _vector(values: torch.Tensor, size: int, name: str) -> tuple[torch.Tensor, bool]:
+def vector_of(values: torch.Tensor, size: int, name: str) -> tuple[torch.Tensor, bool]:
     """``values`` with unit stride, and whether there is one for each of ``size`` rows or columns.
 
     One value for a size of one is both; it counts as a vector unless it has no dimension, so that

@@ -10,7 +10,7 @@ To fill the table, run ``benchmarks/triton_gemm.py --sweep --json FILE`` on the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import log2
 
@@ -47,6 +47,11 @@ class Tile:
     def shared_memory(self) -> int:
         """Bytes of shared memory of the pipeline."""
         return (self.bm + self.bn) * self.pack * self.bk * self.stages
+
+    def fitted(self, shared_memory: int, overlap: bool) -> Tile:
+        """This tile with as few stages as ``shared_memory`` bytes ask for (never less than two)."""
+        stages = max(2, min(self.stages, self.stages * shared_memory // self.shared_memory))
+        return replace(self, stages=stages, overlap=self.overlap and overlap)
 
 
 #: Rows are rounded up to one of these; more count as :data:`MANY`.
@@ -120,3 +125,26 @@ def bucket(m: int) -> int:
         if m <= most:
             return most
     return MANY
+
+
+# ---- tiles that follow a rule, until they are measured ------------------------------------------
+
+#: Programs that give every multiprocessor of a large GPU something to do.
+_PROGRAMS = 160
+
+
+def shared_out(tile: Tile, rows: int, n: int, k: int) -> Tile:
+    """``tile`` with the depth shared out while there are fewer programs than multiprocessors."""
+    programs = -(-max(rows, 1) // tile.bm) * -(-max(n, 1) // tile.bn)
+    steps = -(-max(k, 1) // (tile.bk * tile.pack))
+    return replace(tile, splits=max(1, min(_PROGRAMS // programs, 8, steps // 4)))
+
+
+@lru_cache(maxsize=4096)
+def int8_tile(rows: int, n: int, k: int) -> Tile:
+    """The tile for a product of int8 codes with ``rows`` rows (one of :func:`bucket`'s values)."""
+    if rows <= 64:
+        return shared_out(Tile(True, rows, 64, 128, 4, 5 if rows < 64 else 4), rows, n, k)
+    if rows <= 256:
+        return shared_out(Tile(False, 64, 128, 128, 4, 4), rows, n, k)
+    return Tile(False, 128, 128, 128, 8, 3)

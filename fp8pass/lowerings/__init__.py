@@ -10,7 +10,15 @@ from __future__ import annotations
 # The order of these imports is the order of registration.
 from fp8pass.lowerings import cpu, torch_scaled_mm, triton, vllm_cutlass  # isort: split
 
-from fp8pass.lowerings import torch_block, torch_dequant
+from fp8pass.lowerings import (  # isort: split
+    deepgemm,
+    flashinfer,
+    torch_block,
+    torch_dequant,
+    vllm_block,
+    vllm_int8,
+)
+
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -44,7 +52,9 @@ __all__ = [
     "choose",
     "consider",
     "cpu",
+    "deepgemm",
     "find",
+    "flashinfer",
     "kernel_names",
     "kernels",
     "producer_kernel_names",
@@ -54,5 +64,7 @@ __all__ = [
     "torch_scaled_mm",
     "triton",
     "unregister",
+    "vllm_block",
     "vllm_cutlass",
+    "vllm_int8",
 ]

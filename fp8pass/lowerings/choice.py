@@ -1,11 +1,12 @@
 """Choosing the kernels of one scaled product, and saying why no other was chosen.
 
 Order: forced by the user, preferred by the user, what was measured on this very device, the shipped
-table of the architecture, static priority. Decode and prefill want different kernels, so the site's range of M is cut where a kernel
-or the table says that something changes, each part is decided by itself, and neighbours with one
-answer are joined again. A pure function of the target, the problem and the options: the choice for
-any device can be made on any other, and equal sites share one answer from a cache, because a model
-asks the same question hundreds of times.
+table of the architecture, static priority. Decode and prefill want different kernels, so the site's
+range of M is cut where a kernel or a table says that something changes, each part is decided by
+itself, and neighbours with one answer are joined again. A function of the target, the problem, the
+options and, unless they are off or a target was named, the measurements of the device that is here:
+the choice for any device can be made on any other, and equal sites share one answer from a cache,
+because a model asks the same question hundreds of times.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ STATIC_PRIORITY = "static priority"
 _STRENGTH = (FORCED, PREFERRED, BACKEND, MEASURED_HERE, MEASURED, STATIC_PRIORITY)
 
 #: Refusals that are advice, not inability: a user who forces the kernel by name overrules them.
-_OVERRULED_BY_FORCE = frozenset({"FP8-L006"})
+_OVERRULED_BY_FORCE = frozenset({"FP8-L006", "FP8-L080"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +89,7 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
     verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
-    if verdict and kernel.reduced_accumulation and not problem.use_fast_accum:
+    if verdict and kernel.reduces(target) and not problem.use_fast_accum:
         return no("FP8-L016", kernel=kernel.name)
     if verdict and not kernel.rows.overlaps(problem.m):
         return no("FP8-L014", kernel=kernel.name, wants=kernel.rows, has=problem.m)
@@ -144,7 +145,7 @@ def _choose(
     measured: Measured,
     table: Table,
 ) -> Choice:
-    forced, prefer = wanted.forced, wanted.prefer
+    forced = wanted.forced
     verdicts = {
         kernel.name: (
             no("FP8-L002", kernel=kernel.name)
@@ -158,7 +159,8 @@ def _choose(
             verdicts[name] = no("FP8-L070", kernel=name, why=why)
     if forced is not None:
         kernel = next(k for k in registered if k.name == forced)
-        if verdicts[forced] and not kernel.rows.covers(problem.m):
+        can = bool(verdicts[forced]) or verdicts[forced].code in _OVERRULED_BY_FORCE
+        if can and not kernel.rows.covers(problem.m):
             verdicts[forced] = no("FP8-L014", kernel=forced, wants=kernel.rows, has=problem.m)
         if not verdicts[forced] and verdicts[forced].code not in _OVERRULED_BY_FORCE:
             raise NoKernelError(_cannot_force(forced, verdicts, target))
@@ -282,7 +284,7 @@ def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> 
 
 def _unmet(wanted: _Wanted, winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
     """The preferences that come before the winner and could not be followed."""
-    parts = []
+    parts: list[str] = []
     for name in wanted.prefer:
         if name in winners:
             return "; ".join(parts)

@@ -123,6 +123,14 @@ def aligned_rows(graph: fx.Graph, matrix: fx.Node, *, transposed: bool = False) 
     return call(graph, aten.permute.default, (_contiguous(graph, weight), [1, 0]))
 
 
+def packed_rows(graph: fx.Graph, matrix: fx.Node, *, transposed: bool = False) -> fx.Node:
+    """``matrix`` with rows (columns if ``transposed``) that follow each other without padding."""
+    if not transposed:
+        return _contiguous(graph, matrix)
+    weight = call(graph, aten.permute.default, (matrix, [1, 0]))
+    return call(graph, aten.permute.default, (_contiguous(graph, weight), [1, 0]))
+
+
 def aligned(matrix: torch.Tensor) -> torch.Tensor:
     """``matrix`` with rows that start at multiples of 16 bytes; a copy only where they do not."""
     if matrix.stride(1) == 1 and not matrix.stride(0) % 16 and not matrix.data_ptr() % 16:

@@ -9,6 +9,7 @@ captured size freezes its branch.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import fx
@@ -23,10 +24,13 @@ from fp8pass.problem import MRange
 
 def emit_planned(graph: fx.Graph, site: EmitSite, choice: Choice) -> fx.Node:
     """Insert the operator for a choice with more than one range."""
-    args = (
+    args: tuple[Any, ...] = (
         site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype, site.fast_accum,
         choice.text,
     )  # fmt: skip
+    keys = site.problem.activation, site.problem.weight
+    if any(key.granularity.startswith("group") for key in keys):
+        args = (*args, ";".join(map(str, keys)))  # the shapes of the scales do not say it
     return call(graph, torch.ops.fp8pass.scaled_mm_planned.default, args, val=site.val)
 
 
@@ -71,6 +75,7 @@ def run_planned(
     out_dtype: torch.dtype,
     fast_accum: bool,
     plan: str,
+    keys: str = "",
 ) -> torch.Tensor:
     """Run the part of ``plan`` that ``a`` has rows for; the last part for more rows than planned,
     the first for fewer (0 and 1, which a symbolic size excludes, may still come)."""

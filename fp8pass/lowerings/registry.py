@@ -87,7 +87,9 @@ class Kernel:
         run: the kernel called on real tensors, for a plan over several ranges of M; None if it is
             more than one call, so that it can only stand for a whole site.
         reduced_accumulation: it always accumulates in less than float32, so that the source must
-            allow that.
+            allow that; or the architectures on which it does.
+        library: the library whose kernel it is, if it is none of torch's or our own: what
+            ``self_check`` looks at.
     """
 
     name: str
@@ -100,7 +102,13 @@ class Kernel:
     provenance: str
     rows: MRange = MRange()
     run: Run | None = None
-    reduced_accumulation: bool = False
+    reduced_accumulation: bool | frozenset[str] = False
+    library: str = ""
+
+    def reduces(self, target: Target) -> bool:
+        """Whether it accumulates in less than float32 on this target."""
+        where = self.reduced_accumulation
+        return where if isinstance(where, bool) else target.arch in where
 
 
 _KERNELS: dict[str, Kernel] = {}

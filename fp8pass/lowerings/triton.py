@@ -1,4 +1,5 @@
-"""fp8pass's own Triton kernels: ``triton`` for producers, ``triton_skinny`` and ``triton_general``.
+"""fp8pass's own Triton kernels: ``triton`` for producers, and for products ``triton_skinny``,
+``triton_general``, ``triton_block`` (scales per 1x128 and 128x128) and ``triton_int8``.
 
 Triton comes with torch's builds for GPUs, so naming an architecture implies it; a machine where it
 is missing is detected as such. The limits of each kernel are read from pure predicates beside the
@@ -13,7 +14,13 @@ import torch
 from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
-from fp8pass.kernels.triton_gemm_limits import CODES, SKINNY_ROWS, why_not_gemm
+from fp8pass.kernels.triton_gemm_limits import (
+    CODES,
+    INT8,
+    SKINNY_ROWS,
+    why_not_block,
+    why_not_gemm,
+)
 from fp8pass.kernels.triton_limits import why_not_activation, why_not_norm, why_not_quantize
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import call
@@ -27,6 +34,9 @@ from fp8pass.target import NO_TRITON, Target
 _PRODUCER_ARCHITECTURES = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
 #: The products' tile shapes are for the tensor cores and the shared memory of Hopper.
 _GEMM_ARCHITECTURES = ("sm90",)
+#: Those of blocks and of int8 are made smaller where there is less shared memory.
+_BLOCK_ARCHITECTURES = _PRODUCER_ARCHITECTURES
+_INT8_ARCHITECTURES = ("sm80", "sm86", *_PRODUCER_ARCHITECTURES)
 
 
 def _with_triton(kernel: str, target: Target, architectures: tuple[str, ...]) -> Verdict:
@@ -151,3 +161,92 @@ TRITON_SKINNY = _gemm(
     35,
 )
 TRITON_GENERAL = _gemm("general", MRange(), "own Triton product for any number of rows", 55)
+
+
+# ---- blocks and int8 ----------------------------------------------------------------------------
+
+_BLOCKS = (("group1x128", "group128x128"),)
+
+
+def _takes_block(target: Target, problem: ScaledMMProblem) -> Verdict:
+    name = "triton_block"
+
+    def limits() -> Verdict:
+        why = why_not_block(
+            problem.n, problem.k, problem.activation.dtype, problem.weight.dtype,
+            problem.out_dtype, problem.bias,
+        )  # fmt: skip
+        return YES if why is None else no("FP8-L017", kernel=name, what=why)
+
+    return need.all_of(
+        lambda: need.granularity(name, problem, _BLOCKS),
+        lambda: need.plain_scales(name, problem),
+        lambda: need.fp8_operands(name, problem, CODES, CODES, both_e5m2=True),
+        lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.layouts(name, problem),
+        limits,
+    )
+
+
+def _emit_block(graph: fx.Graph, site: EmitSite) -> fx.Node:
+    args = (site.a, site.b, site.scale_a, site.scale_b, site.bias, site.out_dtype)
+    return call(graph, torch.ops.fp8pass.triton_block_mm.default, args, val=site.val)
+
+
+def _run_block(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    from fp8pass.kernels.triton_block import block_mm
+
+    return block_mm(a, b, scale_a, scale_b, bias, out_dtype)
+
+
+TRITON_BLOCK = register(
+    Kernel(
+        name="triton_block",
+        summary="own Triton product with scales per 1x128 and 128x128, any sizes",
+        kinds=frozenset({"cuda"}),
+        requirements=lambda target: _with_triton("triton_block", target, _BLOCK_ARCHITECTURES),
+        can_implement=_takes_block,
+        priority=lambda target, problem: 45,
+        emit=_emit_block,
+        provenance="not run on hardware (compiled for sm89, sm90, sm100, sm120)",
+        run=_run_block,
+    )
+)
+
+
+def _takes_int8(target: Target, problem: ScaledMMProblem) -> Verdict:
+    name, only = "triton_int8", (torch.int8,)
+    return need.all_of(
+        lambda: need.granularity(name, problem, need.OUTER_PRODUCTS),
+        lambda: need.plain_scales(name, problem),
+        lambda: need.fp8_operands(name, problem, only, only),
+        lambda: need.int32_sum(name, problem),
+        lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
+        lambda: need.layouts(name, problem),
+        lambda: _limits(INT8, problem),
+    )
+
+
+TRITON_INT8 = register(
+    Kernel(
+        name="triton_int8",
+        summary="own Triton product of int8 codes: exact int32 sum, scales and bias in one launch",
+        kinds=frozenset({"cuda"}),
+        requirements=lambda target: _with_triton("triton_int8", target, _INT8_ARCHITECTURES),
+        can_implement=_takes_int8,
+        priority=lambda target, problem: 45,
+        emit=partial(_emit, kind=INT8),
+        provenance="not run on hardware (compiled for sm80, sm86, sm89, sm90, sm100, sm120)",
+        run=partial(_run, kind=INT8),
+    )
+)

@@ -6,7 +6,8 @@ The library is a backend for those who have vLLM, never a dependency: importing 
 the caller allocates; that happens inside ours, which is functional. Rules as in vLLM 0.21
 (``csrc/quantization/w8a8/cutlass``): N and K multiples of 16, bf16 or fp16 results, a bias of the
 result's dtype, scales float32 with one element or ``[M, 1]`` and ``[1, N]``. On Hopper it always
-accumulates in the tensor core's reduced precision.
+accumulates in the tensor core's reduced precision; of Ada and of consumer Blackwell nothing else is
+known, so that the same is assumed there.
 """
 
 from __future__ import annotations
@@ -17,22 +18,21 @@ from torch import fx
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import aligned, aligned_rows, call
+from fp8pass.lowerings.external import requirements, vllm_operator
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
-from fp8pass.reasons import Verdict, no
+from fp8pass.reasons import Verdict
 from fp8pass.target import Target
 
 NAME = "vllm_cutlass"
-_ARCHITECTURES = ("sm90",)
+_ARCHITECTURES = ("sm89", "sm90", "sm100", "sm120")
+_REDUCED = frozenset({"sm89", "sm90", "sm120"})
 _RESULTS = (torch.bfloat16, torch.float16)
 _E4M3 = (torch.float8_e4m3fn,)
 
 
 def _requirements(target: Target) -> Verdict:
-    found = need.architecture(NAME, target, _ARCHITECTURES)
-    if found and not target.has_library("vllm"):
-        return no("FP8-L011", kernel=NAME, wants="vLLM's compiled library", target=target.spec)
-    return found
+    return requirements(NAME, target, _ARCHITECTURES, "vllm", "vLLM's compiled library")
 
 
 def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
@@ -48,7 +48,7 @@ def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
     )
 
 
-def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
+def emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
     a, b = site.a, site.b
     if not site.problem.packed:
         a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)
@@ -70,21 +70,14 @@ def run_operator(
         UnsupportedError: its library is not loaded in this process (a graph from a cache that was
             made in one where it was).
     """
-    op = getattr(torch.ops._C, "cutlass_scaled_mm", None)
-    if op is None:
-        from fp8pass.errors import UnsupportedError
-
-        raise UnsupportedError(
-            "this graph was compiled with vLLM's kernels: load its library "
-            "(import vllm._custom_ops) before running it"
-        )
+    op = vllm_operator("cutlass_scaled_mm")
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if out.numel():
         op(out, a, b, scale_a, scale_b, bias)
     return out
 
 
-def _run(
+def run(
     a: torch.Tensor,
     b: torch.Tensor,
     scale_a: torch.Tensor,
@@ -100,14 +93,16 @@ def _run(
 VLLM_CUTLASS = register(
     Kernel(
         name=NAME,
-        summary="vLLM's CUTLASS product (reduced accumulation)",
+        summary="vLLM's CUTLASS product (reduced accumulation but on sm100)",
         kinds=frozenset({"cuda"}),
         requirements=_requirements,
         can_implement=_takes,
-        priority=lambda target, problem: 38,
-        emit=_emit,
-        provenance="tested on sm90 with vLLM 0.21's library",
-        run=_run,
-        reduced_accumulation=True,
+        # behind torch's where it was not run
+        priority=lambda target, problem: 38 if target.arch == "sm90" else 60,
+        emit=emit,
+        provenance="tested on sm90 with vLLM 0.21's library; others not run on hardware",
+        run=run,
+        reduced_accumulation=_REDUCED,
+        library="vllm",
     )
 )

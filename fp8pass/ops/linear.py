@@ -24,8 +24,9 @@ def dequantised_product(
     """``((a.f32 @ b.f32) * scale_a * scale_b + bias)`` in float32, rounded once to ``out_dtype``.
 
     This is what ``torch._scaled_mm`` computes on a CPU, bit for bit, up to the order of the sum.
+    The product of int8 codes is exact.
     """
-    value = torch.mm(a.to(torch.float32), b.to(torch.float32)) * scale_a * scale_b
+    value = product_of_codes(a, b) * scale_a * scale_b
     if bias is not None:
         value = value + bias.to(torch.float32)
     return value.to(out_dtype)

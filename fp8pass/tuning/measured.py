@@ -38,7 +38,7 @@ class Point:
 
     @staticmethod
     def from_dict(data: Any) -> Point:
-        """Raises ValueError, TypeError or KeyError for anything that :meth:`to_dict` never gives."""
+        """Raises ValueError, TypeError or KeyError for what :meth:`to_dict` never gives."""
         us = {str(name): float(value) for name, value in data["us"].items()}
         if not all(math.isfinite(value) and value >= 0 for value in us.values()):
             raise ValueError("a time that is not a number")
@@ -78,7 +78,7 @@ class Record:
 
     @staticmethod
     def from_dict(data: Any) -> Record:
-        """Raises ValueError, TypeError or KeyError for anything that :meth:`to_dict` never gives."""
+        """Raises ValueError, TypeError or KeyError for what :meth:`to_dict` never gives."""
         points = tuple(Point.from_dict(item) for item in data["points"])
         refused = {str(name): str(why) for name, why in data["refused"].items()}
         return Record(points, refused, str(data["when"]))
@@ -105,7 +105,7 @@ class Record:
 
 
 def fastest(us: dict[str, float], before: str = "") -> tuple[str, ...]:
-    """Kernels from the fastest on; one that is as fast as the first comes first if it is ``before``."""
+    """Kernels from the fastest on; ``before`` comes first where it is as fast as the first."""
     order = sorted(us, key=lambda name: (us[name], name))
     if before in us and us[before] - us[order[0]] <= max(NOISE_US, NOISE * us[order[0]]):
         order.remove(before)

@@ -20,7 +20,7 @@ from fp8pass.tuning.measured import Point, Record, fastest, overall
 _Kind = tuple[str, str, str, bool]
 
 
-def table(records: dict[str, Record], identity: dict[str, Any], rows: str = "") -> dict[str, Any]:
+def table(records: dict[str, Record], identity: dict[str, Any]) -> dict[str, Any]:
     """The table of one device as plain data; sizes in the order of the records' names."""
     kinds: dict[_Kind, dict[tuple[int, int], Record]] = {}
     day = ""
@@ -47,8 +47,8 @@ def table(records: dict[str, Record], identity: dict[str, Any], rows: str = "") 
     versions += [f"{name} {version}".strip() for name, version in identity["libraries"].items()]
     sizes_text = sorted({f"{n}x{k}" for sizes in kinds.values() for n, k in sizes})
     provenance = (
-        f"{identity['device']}, {', '.join(versions)}, {day}; fp8pass tune, medians of each product "
-        f"behind the kernel that writes its activations; N x K {', '.join(sizes_text)}{rows}"
+        f"{identity['device']}, {', '.join(versions)}, {day}; fp8pass tune, medians of each "
+        f"product behind the kernel that writes its activations; N x K {', '.join(sizes_text)}"
     )
     return {"schema": SCHEMA, "provenance": provenance, "entries": entries}
 

@@ -58,4 +58,4 @@ def test_int8(m: int) -> None:
     sb = torch.rand(256, 1, device="cuda", generator=g) + 0.01
     exact = a.double() @ w.double().t() * sa.double() * sb.double().t()
     keys = "int8/dynamic/token", "int8/static/channel"
-    check("torch_int8" if m > 16 else "torch_dequant", keys, exact, a, w, sa, sb)
+    check("torch_int8" if m > 16 else "triton_int8", keys, exact, a, w, sa, sb)

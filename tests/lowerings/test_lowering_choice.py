@@ -104,7 +104,8 @@ def test_table(name: str) -> None:
         if "ue8m0" in granularity[0] or granularity[1] == "token":
             assert not choice.plan
         if "group" in granularity[0]:
-            assert winner(choice) in ("torch_dequant", None) and (n or not choice.plan)
+            allowed = ("torch_dequant", "triton_block", None)
+            assert winner(choice) in allowed and (n or not choice.plan)
         if target.kind in ("cuda", "rocm") and (n is None or n % 16):
             for _, kernel in choice.plan:
                 assert kernel.name == "torch_dequant" or kernel.name.startswith("triton")
@@ -172,6 +173,8 @@ def test_rocm_numbers_are_not_cuda_numbers() -> None:
 F8, E5, FNUZ = torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROW = ("token", "channel")
+BLOCKS = ("group1x128", "group128x128")
+INT8 = (torch.int8, torch.int8)
 
 # kernel, target, (granularities, changes) that fail, code, words of the message, the control
 CONDITIONS = [
@@ -251,6 +254,40 @@ CONDITIONS = [
     ),
     ("torch_block", "sm100", ("group1x128", "group128x128"), {"k": 512, "n": 128}, "FP8-L011",
      ["sm90"], None),
+    *(
+        ("triton_block", "sm90", pair, changes, code, words,
+         (BLOCKS, {"k": 200, "n": 72, "m": None, "bias": F32, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token x per-channel"]),
+            (("group1x64", "group128x128"), {}, "FP8-L003", ["group1x64"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (FNUZ, FNUZ)}, "FP8-L007", ["fnuz"]),
+            (BLOCKS, {"dtypes": (torch.int8, torch.int8)}, "FP8-L007", ["int8"]),
+            (BLOCKS, {"out_dtype": F8}, "FP8-L007", ["results"]),
+            (BLOCKS, {"bias": torch.int32}, "FP8-L010", ["int32"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+            (BLOCKS, {"n": None}, "FP8-L017", ["N that is not known"]),
+            (BLOCKS, {"k": None}, "FP8-L017", ["K that is not known"]),
+        )
+    ),
+    ("triton_block", "sm86", BLOCKS, {}, "FP8-L011", ["sm89", "sm86"], None),
+    ("triton_block", "gfx942", BLOCKS, {}, "FP8-L001", ["cuda"], None),
+    *(
+        ("triton_int8", "sm80", pair, {"dtypes": INT8, **changes}, code, words,
+         (ROW, {"dtypes": INT8, "k": 2**17 - 1, "n": 47, "m": None, "bias": F32}))
+        for pair, changes, code, words in (
+            (BLOCKS, {}, "FP8-L003", ["group128x128"]),
+            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["float8_e4m3fn"]),
+            (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
+            (ROW, {"k": None}, "FP8-L017", ["not known"]),
+            (ROW, {"n": None}, "FP8-L017", ["N that is not known"]),
+            (ROW, {"out_dtype": F8}, "FP8-L007", ["results"]),
+            (ROW, {"bias": torch.int32}, "FP8-L010", ["int32"]),
+            (ROW, {"a_layout": "col"}, "FP8-L008", ["operand a"]),
+        )
+    ),
+    ("triton_int8", "gfx950", ROW, {"dtypes": INT8}, "FP8-L001", ["cuda"], None),
     ("torch_tensor", "sm90", ("tensor", "tensor/asym"), {}, "FP8-L007", ["asym"], ((), {})),
     ("torch_tensor", "sm90", (), {"device_type": "cpu"}, "FP8-L015", ["cpu", "cuda"], ((), {})),
     ("torch_tensor", "sm80", (), {}, "FP8-L011", ["sm80"], None),
@@ -302,7 +339,87 @@ CONDITIONS = [
      ["float32"], (ROW, {"use_fast_accum": True, "out_dtype": F16})),
     ("vllm_cutlass", "sm90+vllm", ROW, {"use_fast_accum": True, "bias": F16}, "FP8-L010",
      ["float16"], (ROW, {"use_fast_accum": True, "bias": BF16})),
-    ("vllm_cutlass", "sm100+vllm", ROW, {"use_fast_accum": True}, "FP8-L011", ["sm100"], None),
+    ("vllm_cutlass", "sm80+vllm", ROW, {"use_fast_accum": True}, "FP8-L011", ["sm80"], None),
+    ("vllm_cutlass", "sm120+vllm", ROW, {}, "FP8-L016", ["accumulates"],
+     (ROW, {"use_fast_accum": True})),
+    ("vllm_cutlass", "sm100+vllm", ROW, {"n": 24}, "FP8-L009", ["24"], (ROW, {})),
+    *(
+        ("vllm_cutlass_block", "sm90+vllm", pair, {"k": 256, "n": 256, **changes}, code, words,
+         (BLOCKS, {"k": 256, "n": 128, "m": None, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (E5, F8)}, "FP8-L007", ["e5m2"]),
+            (BLOCKS, {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            (BLOCKS, {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            (BLOCKS, {"n": 200}, "FP8-L009", ["N", "128", "200"]),
+            (BLOCKS, {"k": 192}, "FP8-L009", ["K", "128", "192"]),
+            (BLOCKS, {"k": 128}, "FP8-L017", ["K = 128", "per-token"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("vllm_cutlass_block", "sm89+vllm", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["sm89"], None),
+    ("vllm_cutlass_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["library"], None),
+    *(
+        ("vllm_cutlass_int8", "sm80+vllm", pair, {"dtypes": INT8, **changes}, code, words,
+         (ROW, {"dtypes": INT8, "m": None, "bias": F16, "out_dtype": F16}))
+        for pair, changes, code, words in (
+            (BLOCKS, {}, "FP8-L003", ["group128x128"]),
+            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["e4m3fn"]),
+            (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
+            (ROW, {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            (ROW, {"bias": F16}, "FP8-L010", ["float16"]),
+            (ROW, {"n": 24}, "FP8-L009", ["N", "24"]),
+            (ROW, {"a_layout": "col"}, "FP8-L008", ["operand a"]),
+        )
+    ),
+    ("vllm_cutlass_int8", "sm100+vllm", ROW, {"dtypes": INT8}, "FP8-L011", ["sm100"], None),
+    ("vllm_cutlass_int8", "sm80", ROW, {"dtypes": INT8}, "FP8-L011", ["library"], None),
+    *(
+        ("deepgemm_block", "sm90+deepgemm", pair, {"k": 256, "n": 192, **changes}, code, words,
+         (BLOCKS, {"k": 128, "n": 64, "m": None}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("group1x128/ue8m0", "group128x128/ue8m0"), {}, "FP8-L007", ["ue8m0"]),
+            (BLOCKS, {"dtypes": (F8, E5)}, "FP8-L007", ["e5m2"]),
+            (BLOCKS, {"out_dtype": F16}, "FP8-L007", ["float16"]),
+            (BLOCKS, {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            (BLOCKS, {"n": 32}, "FP8-L009", ["N", "64", "32"]),
+            (BLOCKS, {"k": 192}, "FP8-L009", ["K", "128", "192"]),
+            (BLOCKS, {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("deepgemm_block", "sm100+deepgemm", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["sm90"], None),
+    ("deepgemm_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["deepgemm"], None),
+    *(
+        ("flashinfer_tensor", "sm100+flashinfer", pair, {"use_fast_accum": True, **changes}, code,
+         words, ((), {"use_fast_accum": True, "m": None, "out_dtype": F16, "packed": False}))
+        for pair, changes, code, words in (
+            (ROW, {}, "FP8-L003", ["per-token"]),
+            (("tensor", "channel"), {}, "FP8-L003", ["per-channel"]),
+            ((), {"use_fast_accum": False}, "FP8-L016", ["accumulates"]),
+            ((), {"dtypes": (E5, E5)}, "FP8-L007", ["e5m2"]),
+            ((), {"out_dtype": F32}, "FP8-L007", ["float32"]),
+            ((), {"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            ((), {"k": 24}, "FP8-L009", ["K", "24"]),
+            ((), {"b_layout": "row"}, "FP8-L008", ["operand b"]),
+        )
+    ),
+    ("flashinfer_tensor", "sm120+flashinfer", (), {"use_fast_accum": True}, "FP8-L011", ["sm120"],
+     None),
+    ("flashinfer_tensor", "sm100", (), {"use_fast_accum": True}, "FP8-L011", ["flashinfer"], None),
+    *(
+        ("flashinfer_block", "sm90+flashinfer", BLOCKS, {"k": 256, "n": 128, **changes}, code,
+         words, None)
+        for changes, code, words in (
+            ({}, "FP8-L080", ["3 %", "contract"]),
+            ({"out_dtype": F16}, "FP8-L007", ["float16"]),
+            ({"bias": BF16}, "FP8-L010", ["bfloat16"]),
+            ({"n": 64}, "FP8-L009", ["N", "128", "64"]),
+        )
+    ),
+    ("flashinfer_block", "sm90", BLOCKS, {"k": 256, "n": 128}, "FP8-L011", ["flashinfer"], None),
     ("cpu_prepared", "cpu", ("token", "token"), {"prepared": True}, "FP8-L003", ["per-token"],
      (ROW, {"prepared": True})),
 ]  # fmt: skip
@@ -379,6 +496,29 @@ def test_force_overrules_slowness_only() -> None:
     assert winner(choose(target, problem(), Options(prefer=("torch_tensor",)))) == "cpu"
     with pytest.raises(NoKernelError, match="FP8-L008"):
         choose(target, problem(b_layout="row"), Options(force="torch_tensor"))
+
+
+def test_force_overrules_what_was_not_shown() -> None:
+    target = Target.parse("sm90+flashinfer")
+    p = problem(*BLOCKS, target=target, k=256, n=128)
+    assert winner(choose(target, p, Options(force="flashinfer_block"))) == "flashinfer_block"
+    assert winner(choose(target, p, Options(prefer=("flashinfer_block",)))) != "flashinfer_block"
+    many = problem(*BLOCKS, target=target, k=256, n=128, m=64)
+    with pytest.raises(NoKernelError, match="0-31"):
+        choose(target, many, Options(force="flashinfer_block"))
+
+
+def test_what_was_not_run_on_hardware_is_not_in_front() -> None:
+    every = "sm{}+vllm+deepgemm+flashinfer"
+    for number, pair, expected in (
+        (90, BLOCKS, "triton_block"),
+        (100, BLOCKS, "triton_block"),
+        (100, ROW, "torch_row"),
+        (120, ("tensor", "tensor"), "torch_tensor"),
+    ):
+        target = Target.parse(every.format(number))
+        p = problem(*pair, target=target, k=256, n=128, use_fast_accum=True)
+        assert winner(choose(target, p, DEFAULTS)) == expected
 
 
 def test_prefer_falls_back_and_says_so() -> None:

@@ -34,7 +34,10 @@ VIEWS = (
     _aten.slice.Tensor,
 )
 #: Tested below with operands of their own.
-SPECIAL = ("torch_int8", "torch_int8_cpu", "torch_block")
+SPECIAL = (
+    "torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8",
+    "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_block",
+)  # fmt: skip
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
@@ -43,7 +46,24 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "cpu_prepared": ("cpu_prepared", "cpu", {"prepared": True}, ROW),
     "triton_skinny": ("triton_skinny", "sm90", {"bias": BF16}, ROW),
     "triton_general": ("triton_general", "sm90", {"use_fast_accum": True}, ("tensor", "channel")),
+    "triton_block": ("triton_block", "sm89", {"k": 200, "n": 72, "bias": F16}, BLOCKS),
+    "triton_int8": ("triton_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
     "vllm_cutlass": ("vllm_cutlass", "sm90+vllm", {"packed": False, "use_fast_accum": True}, ROW),
+    "vllm_cutlass_block": ("vllm_cutlass_block", "sm90+vllm", {"k": 256, "n": 128}, BLOCKS),
+    "vllm_cutlass_int8": ("vllm_cutlass_int8", "sm80+vllm", {"dtypes": INT8, "bias": BF16}, ROW),
+    "deepgemm_block": (
+        "deepgemm_block",
+        "sm90+deepgemm",
+        {"k": 256, "n": 192, "packed": False},
+        BLOCKS,
+    ),
+    "flashinfer_tensor": (
+        "flashinfer_tensor",
+        "sm100+flashinfer",
+        {"use_fast_accum": True, "packed": False},
+        ("tensor", "tensor"),
+    ),
+    "flashinfer_block": ("flashinfer_block", "sm90+flashinfer", {"k": 256, "n": 128}, BLOCKS),
     "torch_tensor": ("torch_tensor", "sm90", {"use_fast_accum": True}, ("tensor", "tensor")),
     "torch_tensor_bias": ("torch_tensor", "sm90", {"bias": BF16}, ("tensor", "tensor")),
     "torch_row": ("torch_row", "sm90", {"bias": BF16}, ROW),
@@ -138,11 +158,12 @@ def close(result: torch.Tensor, values: dict[str, torch.Tensor]) -> None:
         assert float(error.mean() / out.abs().mean().clamp_min(1e-30)) < 0.005
 
 
+ONLY = {"torch_tensor": MIXES[:1], "flashinfer_tensor": MIXES[:1], "torch_row": (ROW,)}
 PAIRS = [
     (kernel.name, pair)
     for kernel in kernels()
     if kernel.name not in SPECIAL
-    for pair in {"torch_tensor": MIXES[:1], "torch_row": (ROW,)}.get(kernel.name, MIXES)
+    for pair in ONLY.get(kernel.name, MIXES)
 ]
 
 
@@ -181,6 +202,14 @@ REFERENCES = [
     ("torch_dequant", ("token", "group128x128"), {"k": 256, "n": 128, "out_dtype": F32}),
     ("torch_dequant", ROW, {"dtypes": FNUZ}),
     ("torch_int8", ROW, {"dtypes": INT8, "bias": F32}),
+    ("triton_int8", ROW, {"dtypes": INT8, "bias": F32}),
+    ("triton_int8", ("tensor", "channel"), {"dtypes": INT8, "k": 8192, "out_dtype": F32}),
+    ("triton_block", BLOCKS, {"k": 256, "n": 384}),
+    ("vllm_cutlass_block", BLOCKS, {"k": 256, "n": 384, "packed": False}),
+    ("vllm_cutlass_int8", ROW, {"dtypes": INT8, "k": 4096}),
+    ("deepgemm_block", BLOCKS, {"k": 256, "n": 192}),
+    ("flashinfer_block", BLOCKS, {"k": 256, "n": 128}),
+    ("triton_block", BLOCKS, {"k": 200, "n": 72, "bias": F32, "out_dtype": F16}),
     ("torch_int8_cpu", ROW, {"dtypes": INT8, "bias": BF16, "out_dtype": F16}),
     ("torch_int8_cpu", ("tensor", "channel"), {"dtypes": INT8}),
 ]
@@ -210,7 +239,7 @@ def test_blocks_with_symbolic_rows_add_no_guard() -> None:
     env = ShapeEnv()
     m = env.create_unbacked_symint()
     torch._check(m >= 2)
-    for name in ("torch_dequant", "torch_block"):
+    for name in ("torch_dequant", "torch_block", "triton_block"):
         graph = fx.Graph()
         with FakeTensorMode(shape_env=env):
             fp8 = torch.float8_e4m3fn
@@ -368,7 +397,7 @@ def test_symbolic_rows(kernel: str) -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     target = Target.parse("cpu" if kernel.startswith("cpu") else "sm90+vllm")
-    pair = ("tensor", "tensor") if kernel == "torch_tensor" else ROW
+    pair = ONLY.get(kernel, (ROW,))[0]
     p = problem(*pair, m=None, prepared=kernel == "cpu_prepared", packed=False)
     env = ShapeEnv()
     mode = FakeTensorMode(shape_env=env)

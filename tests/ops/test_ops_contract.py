@@ -103,7 +103,7 @@ def test_opcheck(name: str) -> None:
     step = max(1, len(sample) // 5)
     # torch's own check for mutation cannot compare fp8 tensors; a test below does it for them
     tests: Any = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    if "scaled_mm" not in name:
+    if not name.endswith("_mm") and "scaled_mm" not in name:
         tests = ("test_schema", *tests)
     for args in [*sample[::step], *cases(spec, "strided")[1::step][:2]]:
         torch.library.opcheck(spec.op, args, test_utils=tests)

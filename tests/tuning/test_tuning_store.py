@@ -179,7 +179,8 @@ path, who = Path(sys.argv[1]), sys.argv[2]
 identity = {"device": "d", "arch": "a"}
 for i in range(40):
     made = Record((Point(MRange(i, i), i, {who: float(i)}),), {}, "2026-01-01")
-    store.save(path, identity, {who: made, f"{who}{i}": made, "both": Record((), {who: "x"}, "")}, {})
+    both = Record((), {who: "x"}, "")
+    store.save(path, identity, {who: made, f"{who}{i}": made, "both": both}, {})
 """
 
 
