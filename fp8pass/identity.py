@@ -39,6 +39,7 @@ def identity(
     """
     from fp8pass._version import __version__
     from fp8pass.errors import OptionError
+    from fp8pass.lowerings.registry import registered_elsewhere
     from fp8pass.target import Target
 
     named = dict(options_key).get("target")
@@ -54,6 +55,7 @@ def identity(
         stage,
         options_key,
         target,
+        registered_elsewhere(),
         measured,
     )
 

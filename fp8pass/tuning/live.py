@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from fp8pass.lowerings.registry import registered_elsewhere
 from fp8pass.target import HOST, Target
 
 #: Folders of the package whose source decides how fast a kernel is.
@@ -40,6 +41,7 @@ def identity_of(target: Target) -> dict[str, Any]:
         **dict(target.runtime),
         "triton": _version("triton"),
         "kernels": kernels_hash(),
+        "other_kernels": dict(registered_elsewhere()),
     }
     if target.host:
         found["threads"] = torch.get_num_threads()
