@@ -163,8 +163,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L002",
         "the kernel was disabled by the user",
-        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE)",
-        "remove it from the option",
+        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE or VLLM_DISABLED_KERNELS)",
+        "remove it there",
     ),
     Reason(
         "FP8-L003",
@@ -275,6 +275,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the product {node} cannot be made a weight-only one: {why}",
         "quantise the activations as one of the recipes in docs/numerics.md, and multiply by that "
         "scale",
+    ),
+    Reason(
+        "FP8-L070",
+        "the kernel did not do well on this device",
+        "kernel {kernel} is not used for this product on this device, where it was tried: {why}",
+        "if that was mended, delete the file of measurements (docs/tuning.md) or set tune='off'",
     ),
     # FP8-L080 and on: kernels of other libraries on CUDA
     Reason(

@@ -80,6 +80,11 @@ _NAMELESS = "-unknown"
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
 
 
+def architectures() -> tuple[str, ...]:
+    """The names of all architectures that :meth:`Target.parse` knows, short names apart."""
+    return tuple(_ARCHITECTURES)
+
+
 @dataclass(frozen=True, slots=True)
 class Target:
     """A device to compile for.

@@ -299,6 +299,19 @@ SCALED_MM_PLANNED = _product(
 )
 
 
+def _planned_on_cpu(*args: Any) -> torch.Tensor:
+    """The plan where its kernels are for CPUs; else the reference, as for every other operator of a
+    graph for an absent device."""
+    from fp8pass.lowerings.planned import plan_is_for, run_planned
+
+    if plan_is_for(args[7], "cpu"):
+        return run_planned(*args)
+    return _planned_reference(*args)
+
+
+LIBRARY.impl(SCALED_MM_PLANNED.name, _planned_on_cpu, _CPU)
+
+
 # ---- weight-only products -----------------------------------------------------------------------
 
 

@@ -67,6 +67,12 @@ def parse_plan(plan: str, keys: str = "") -> tuple[tuple[MRange, str, Run], ...]
     return tuple(parts)
 
 
+@lru_cache(maxsize=1024)
+def plan_is_for(plan: str, kind: str) -> bool:
+    """Whether every kernel of a plan runs on devices of ``kind``."""
+    return all(kind in find(name).kinds for _, name, _ in parse_plan(plan))
+
+
 def run_planned(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -16,8 +16,11 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings.write_out import write_out
+from fp8pass.ops.quant_form import QuantForm
 from fp8pass.options import Options
+from fp8pass.quant_key import QuantKey
 from fp8pass.reasons import YES, Verdict, no
+from fp8pass.selectors import names_at, schemes_of_key
 from fp8pass.site_draft import Draft
 from fp8pass.target import UNKNOWN, Target
 from fp8pass.workbench import Workbench
@@ -95,6 +98,11 @@ def producer_kernel_names() -> tuple[str, ...]:
     return (*_PRODUCERS, INDUCTOR)
 
 
+def producer_kernels() -> tuple[ProducerKernel, ...]:
+    """All kernels for producers in the order in which they are tried, ``inductor`` apart."""
+    return tuple(_PRODUCERS.values())
+
+
 @dataclass(frozen=True, slots=True)
 class ProducerChoice:
     """The kernel of one producer (None = ``inductor``) and why the others were not chosen."""
@@ -118,11 +126,17 @@ def consider_producer(kernel: ProducerKernel, target: Target, problem: ProducerP
     return kernel.requirements(target) and kernel.can_implement(target, problem)
 
 
-def choose_producer(target: Target, problem: ProducerProblem, options: Options) -> ProducerChoice:
-    """The kernel for one fused producer on ``target``; a pure function of its arguments."""
+def choose_producer(
+    target: Target, problem: ProducerProblem, options: Options, path: str = ""
+) -> ProducerChoice:
+    """The kernel for one fused producer on ``target``, in the module of ``path``; a pure function
+    of its arguments."""
+    schemes = _schemes(problem) if options.prefer or options.disable else frozenset()
+    prefer = names_at(options.prefer, schemes, path)
+    disable = names_at(options.disable, schemes, path)
     verdicts: dict[str, Verdict] = {}
     for kernel in _PRODUCERS.values():
-        if kernel.name in options.disable:
+        if kernel.name in disable:
             verdicts[kernel.name] = no("FP8-L002", kernel=kernel.name)
         else:
             verdict = consider_producer(kernel, target, problem)
@@ -132,7 +146,7 @@ def choose_producer(target: Target, problem: ProducerProblem, options: Options) 
             verdicts[kernel.name] = verdict
     verdicts[INDUCTOR] = YES  # what every graph falls back to, so it cannot be disabled
     able = [name for name, verdict in verdicts.items() if verdict]
-    preferred = [name for name in options.prefer if name in able]
+    preferred = [name for name in prefer if name in able]
     winner = (preferred or able)[0]
     why = "preferred" if preferred else "static priority"
     rejected = tuple(
@@ -141,6 +155,11 @@ def choose_producer(target: Target, problem: ProducerProblem, options: Options) 
         if name != winner
     )
     return ProducerChoice(_PRODUCERS.get(winner), rejected, why)
+
+
+def _schemes(problem: ProducerProblem) -> frozenset[str]:
+    """The schemes of the products that may read the result."""
+    return schemes_of_key(QuantKey.parse(QuantForm.parse(problem.quant_form).key))
 
 
 def problem_of_producer(node: fx.Node) -> ProducerProblem:
@@ -189,7 +208,8 @@ def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Opti
     is written out.
     """
     node = fused_node(draft)
-    choice = choose_producer(target, problem_of_producer(node), options)
+    path = draft.where.partition(" ")[0]
+    choice = choose_producer(target, problem_of_producer(node), options, path)
     draft.rejected = list(choice.rejected)
     draft.why = choice.why
     if choice.kernel is not None:
