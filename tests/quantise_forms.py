@@ -111,8 +111,8 @@ def slack(form: QuantForm, want: torch.Tensor, scale: torch.Tensor) -> torch.Ten
 
 
 def inside(form: QuantForm, want: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Where nothing is cut off by the clamp of the codes; only finite values."""
+    """Where nothing is cut off by the clamp of the codes; only finite values and scales above 0."""
     wide = scale.double()
     if form.group is not None:
         wide = wide.repeat_interleave(form.group, -1)
-    return want.isfinite() & (want <= form.hi * wide) & (want >= form.lo * wide)
+    return want.isfinite() & (wide > 0) & (want <= form.hi * wide) & (want >= form.lo * wide)

@@ -139,8 +139,10 @@ def quantize_with(
         scale = dynamic_scale(x, form, scale_ub)
         floored = form.floor == "divisor"
         q = apply_scale(x, scale.clamp(min=form.floor_value) if floored else scale, form)
-    laid_out = empty_scale(x, form)
-    return q.contiguous(), laid_out.copy_(scale) if form.layout != "row" else scale
+    if form.layout == "row" and scale.numel():
+        return q.contiguous(), scale
+    # also without rows, where the strides of a quotient are not those of its operand
+    return q.contiguous(), empty_scale(x, form).copy_(scale)
 
 
 def empty_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+import fp8pass
+
 ROOT = Path(__file__).resolve().parents[2]
 LAYERS = ("qkv", "o", "gate_up", "down")
 DEVICE = "cuda"
@@ -71,7 +73,7 @@ def test_a_compile_that_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         clear()
         compiled = torch.compile(
             model,
-            backend="fp8pass",
+            backend=fp8pass.fp8pass_backend,
             dynamic=True,
             options={"fp8pass.tune": tune, "fp8pass.tune_cache": folder},
         )

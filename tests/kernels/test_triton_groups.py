@@ -218,18 +218,17 @@ REFUSED = {
     "groups of 48 values": (dynamic_form("group48"), 96),
     "groups of 512 values": (dynamic_form("group512"), 512),
     "in rows of 100": (G32, 100),
-    "divided in torch.bfloat16": (replace(G32, compute=BF16), 64),
-    "given scale per group32": (replace(static_form(), granularity="group32"), 64),
-    "codes of torch.int8": (replace(G32, dtype=torch.int8, qmax=127.0, lo=-128.0, hi=127.0), 64),
-    "power=ceil": (replace(G32, power="ceil", layout="col"), 64),
-    "ceiling=3.0": (replace(G32, ceiling=3.0), 64),
-    "scale_dtype=bfloat16": (replace(G32, scale_dtype=BF16), 64),
-    "amax_add": (replace(G32, floor="amax_add"), 64),
-    "divisor": (replace(G32, floor="divisor"), 64),
-    "inverse": (replace(G32, scale="inverse", apply="mul_inverse"), 64),
+    "codes of torch.float8_e4m3fnuz": (
+        replace(G32, dtype=torch.float8_e4m3fnuz, qmax=240.0, lo=-240.0, hi=240.0), 64,
+    ),
+    "with a zero point": (
+        replace(static_form(), dtype=torch.int8, lo=-128.0, hi=127.0, zero="given"), 64,
+    ),
+    "bounded by a tensor": (replace(G32, upper="amax"), 64),
+    "a cast to float8_e8m0fnu": (replace(G32, power="e8m0"), 64),
     "layout=col": (replace(dynamic_form("token"), layout="col"), 64),
     "not known": (G32, None),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("words", REFUSED)

@@ -103,20 +103,26 @@ def test_its_own_operator_is_written_out() -> None:
     assert_same_bits(run(passed.after, *inputs), run(passed.before, *inputs))
 
 
-def test_triton_says_that_it_does_not_take_it() -> None:
-    from fp8pass.lowerings.producers import ProducerProblem, choose_producer
+def test_kernel_of_a_target() -> None:
+    """Triton's where it takes the width, else what Inductor generates, with a reason."""
+    from fp8pass.lowerings.producers import ProducerChoice, ProducerProblem, choose_producer
     from fp8pass.options import Options
     from fp8pass.target import Target
 
-    problem = ProducerProblem(
-        "layer_norm_quant",
-        layer_norm_form("functional", torch.bfloat16),
-        "",
-        64,
-        (torch.bfloat16,) * 3,
-        "cuda",
-    )
-    choice = choose_producer(Target.parse("sm90"), problem, Options())
-    assert choice.kernel is None
-    ((name, verdict),) = choice.rejected
-    assert (name, verdict.code) == ("triton", "FP8-L017") and "layer_norm" in verdict.message
+    def chosen(width: int) -> ProducerChoice:
+        problem = ProducerProblem(
+            "layer_norm_quant",
+            layer_norm_form("functional", torch.bfloat16),
+            str(dynamic_form("token")),
+            width,
+            (torch.bfloat16,) * 3,
+            "cuda",
+        )
+        return choose_producer(Target.parse("sm90"), problem, Options())
+
+    taken = chosen(64)
+    assert taken.kernel is not None and taken.kernel.name == "triton"
+    wide = chosen(2**20)
+    assert wide.kernel is None
+    verdict = dict(wide.rejected)["triton"]
+    assert verdict.code == "FP8-L017" and "1048576 values" in verdict.message
