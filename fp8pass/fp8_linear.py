@@ -207,8 +207,7 @@ class Fp8Linear(nn.Module):
         # float, and then nobody who reads the graph can know its value.
         # In e4m3fnuz every value is half as large: see fp8pass/fnuz.py.
         fnuz = self._fnuz
-        fp8 = E4M3FNUZ if fnuz else FP8
-        largest, floor = (224.0, 2e-12) if fnuz else (448.0, 1e-12)
+        fp8, largest, floor = (E4M3FNUZ, 224.0, 2e-12) if fnuz else (FP8, 448.0, 1e-12)
         if self.recipe == "static":
             scale = self.input_scale
             assert scale is not None
@@ -408,6 +407,7 @@ class Fp8Linear(nn.Module):
         if why is not None:
             error_msgs.append(why)
             return
+        again = new_weight is not None and self.weight_prepared is not None
         if new_weight is not None and new_weight.dtype != held:
             convert_linear(self, FP8)  # and back again, behind the loading
         self.unmerge()  # scales and biases may be copied, and assigned weights are others
@@ -423,9 +423,9 @@ class Fp8Linear(nn.Module):
         if self.input_scale is not None:
             self._buffers["input_scale"] = self.input_scale.float()
         self._rejoin_scale(None)
-        had = new_weight is not None and self.unprepare_weight()
         convert_linear(self, held)
-        if had:
+        if again:
+            self.unprepare_weight()
             self._pack_again()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -455,9 +455,8 @@ class Fp8Linear(nn.Module):
 
     def _pack_again(self) -> None:
         # Meta and fake weights have no values to pack; such a layer is simply not prepared.
-        if type(self.weight) is not torch.Tensor or self.weight.is_meta:
-            return
-        if self._tiles or self.weight.device.type == HOST:
+        real = type(self.weight) is torch.Tensor and not self.weight.is_meta
+        if real and (self._tiles or self.weight.device.type == HOST):
             self.prepare_weight(self._tiles)
 
 

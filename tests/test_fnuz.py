@@ -255,6 +255,14 @@ def test_prepare_with_tiles() -> None:
     unprepare(plain)
     prepare(plain, "gfx942")
     assert torch.equal(model(x), plain(x))
+    # of either kind, a state dict that is loaded makes the copy anew
+    original = made("dynamic").to(torch.bfloat16).state_dict()
+    for state in (original, dict(model.state_dict())):
+        with torch.no_grad():
+            model.q_proj.weight_prepared.view(torch.uint8).zero_()
+        model.load_state_dict(state)
+        tiles = model.q_proj.weight_prepared
+        assert torch.equal(unshuffle(tiles).float(), model.q_proj.weight.float())
     exact = graphs_for(model, x, target=target).report
     assert "aiter_shuffled" not in {site.kernel for site in exact.sites}
     fast = graphs_for(model, x, target=target, numerics="fast")

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from fp8pass.errors import UnsupportedError
 from fp8pass.kernels.rocm_operators import shuffle, unshuffle
-from fp8pass.lowerings import choose, find
+from fp8pass.lowerings import find
 from fp8pass.lowerings.aiter_block import run_operator as block
 from fp8pass.lowerings.aiter_producers import add_rms_norm_quant, rms_norm_quant, silu_mul_quant
 from fp8pass.lowerings.aiter_row import run_operator as row
@@ -33,7 +33,6 @@ from fp8pass.lowerings.planned import run_planned
 from fp8pass.ops import dynamic_form
 from fp8pass.ops.library import SPECS
 from fp8pass.ops.linear import scaled_product
-from fp8pass.options import Options
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.target import Target
 
@@ -258,59 +257,7 @@ def test_skinny(biased: bool) -> None:
     assert done.returncode == 0, done.stderr
 
 
-# ---- which of them is chosen ---------------------------------------------------------------------
-
-
-def chosen(target: str, *pair: str, fast: bool = False, **more: Any) -> str:
-    parsed = Target.parse(target)
-    options = Options(numerics="fast" if fast else "exact")
-    return choose(parsed, problem(*pair, target=parsed, **more), options).text
-
-
-def test_skinny_for_few_rows() -> None:
-    assert chosen("gfx942+vllm", "tensor", "tensor", m=None) == "0-4=vllm_skinny;5-=torch_tensor"
-    assert chosen("gfx950+vllm", "tensor", "tensor", m=4) == "4=vllm_skinny"
-    assert chosen("gfx942+vllm", "tensor", "tensor", m=5) == "5=torch_tensor"
-    assert chosen("gfx942+vllm", *ROW, m=1) == "1=torch_row"
-    assert chosen("gfx942", "tensor", "tensor", m=1) == "1=torch_tensor"
-    # RDNA4: a version that has it, and not too wide
-    assert chosen("gfx1201+vllm", "tensor", "tensor", m=1) == "1=torch_tensor"
-    assert chosen("gfx1201+vllm==0.21", "tensor", "tensor", m=1) == "1=vllm_skinny"
-    assert chosen("gfx1201+vllm==0.21", "tensor", "tensor", m=1, k=4096) == "1=vllm_skinny"
-    assert chosen("gfx1201+vllm==0.21", "tensor", "tensor", m=1, k=4112) == "1=torch_tensor"
-    assert chosen("gfx942+vllm", "tensor", "tensor", m=1, k=8192) == "1=vllm_skinny"
-
-
-@pytest.mark.parametrize("version", ["", "==0.10", "==0.11"])
-def test_a_bias_never_goes_to_a_kernel_that_may_lose_it(version: str) -> None:
-    """vllm#24895: the first versions have no argument for it."""
-    for m in (1, 4, None):
-        plan = chosen(f"gfx942+vllm{version}", "tensor", "tensor", m=m, bias=BF16)
-        assert "vllm_skinny" not in plan and "torch_tensor" in plan
-    assert chosen("gfx942+vllm==0.12", "tensor", "tensor", m=1, bias=BF16) == "1=vllm_skinny"
-    other = chosen("gfx942+vllm==0.12", "tensor", "tensor", m=1, bias=F32)
-    assert other == "1=torch_channel"
-
-
-def test_aiter() -> None:
-    for arch in ("gfx942+aiter", "gfx950+aiter"):
-        assert chosen(arch, *ROW) == "5=torch_row"
-        assert chosen(arch, *ROW, out_dtype=F16) == "5=aiter_row"
-        assert chosen(arch, *ROW, out_dtype=F32) == "5=torch_channel"
-        assert chosen(arch, "token", "tensor") == "5=aiter_row"
-        assert chosen(arch, *BLOCK, k=256, n=128) == "5=aiter_block"
-        assert chosen(arch, *BLOCK, k=256, n=128, bias=BF16) == "5=torch_dequant"
-        assert chosen(arch, *BLOCK, k=256, n=64) == "5=torch_dequant"
-        assert chosen(arch, *ROW, dtypes=(INT8, INT8), m=1, bias=BF16) == "1=aiter_int8"
-        assert chosen(arch, *ROW, dtypes=(INT8, INT8), n=40) == "5=torch_dequant"
-        native = Target.parse(arch).fp8_dtype
-        tiles = {"prepared": True, "prepared_dtype": native}
-        assert chosen(arch, *ROW, **tiles) == "5=torch_row"
-        assert chosen(arch, *ROW, fast=True, **tiles) == "5=aiter_shuffled"
-        assert chosen(arch, *ROW, fast=True, prepared=True, prepared_dtype=BF16) == "5=torch_row"
-    # where it is not built for, and without it
-    assert chosen("gfx1201+aiter", *BLOCK, k=256, n=128) == "5=torch_dequant"
-    assert chosen("gfx942", *ROW, out_dtype=F16) == "5=torch_channel"
+# ---- in graphs ----------------------------------------------------------------------------------
 
 
 def test_a_plan_over_rows_calls_the_adapter(library: Any) -> None:

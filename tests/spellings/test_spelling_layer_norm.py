@@ -106,6 +106,7 @@ def test_its_own_operator_is_written_out() -> None:
 def test_kernel_of_a_target() -> None:
     """Triton's where it takes the width, else what Inductor generates, with a reason."""
     from fp8pass.lowerings.producers import ProducerChoice, ProducerProblem, choose_producer
+    from fp8pass.ops import dynamic_form
     from fp8pass.options import Options
     from fp8pass.target import Target
 
