@@ -1,6 +1,6 @@
 """A backend in one file outside the package: a kernel of one's own, chosen like every other.
 
-The kernel here multiplies in float64, for those who want products without any rounding but the last.
+The kernel here multiplies in float64, for those who want no rounding but the last.
 docs/add-a-backend.md walks through it.
 """
 
