@@ -21,11 +21,23 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings import choose
+from fp8pass.lowerings.choice import narrowed
 from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
+from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
+from fp8pass.lowerings.to_weight_only import (
+    asks_here,
+    can_be_weight_only,
+    forget_products,
+    keeps_own_nodes,
+    removed,
+    rewritten_from,
+    to_weight_only,
+    wants_weight_only,
+)
 from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
 from fp8pass.patterns.rule import Fuel, RuleEngine, rules
@@ -133,14 +145,25 @@ class Run:
         if stage != "post":
 
             def takes(draft: Draft) -> Verdict:
+                if wants_weight_only(self.options):
+                    here = narrowed(self.options, problem_of(draft, target), _path(draft))
+                    if asks_here(here):
+                        verdict = can_be_weight_only(draft, target, here)
+                        if verdict or here.force is not None:
+                            return fuel.take() if verdict else verdict
                 choice = choose(target, problem_of(draft, target), self.options, _path(draft))
                 return fuel.take() if choice.plan else choice.verdict
 
             self.rewrites += reader.split_linears(takes)
             reader.read_producers()
             reader.read_quantises()
-        if stage != "joint":
+        asked = stage != "post" and wants_weight_only(self.options)
+        if stage != "joint" or asked:
             reader.read_products()
+        if asked:
+            self.rewrites += to_weight_only(bench, reader, target, self.options, fuel)
+        if stage == "joint" and asked:
+            forget_products(bench, reader)
         self.done("read", "fuse")
 
         if stage != "post":
@@ -152,6 +175,8 @@ class Run:
         for draft in drafts:  # now, while the graph still says what the reasons name
             _count_readers(draft, live)
             if draft.status == "left" and draft.fused_into is None and draft.kind != "scaled_mm":
+                if removed(draft, live):
+                    continue
                 draft.refuse("", not_fused(draft, live, reader.drafts))
         for merged in merge_products(bench, drafts) if stage != "joint" else ():
             self._lower_product(bench, merged.draft, target, fuel)
@@ -193,18 +218,30 @@ class Run:
         kernel = choice.plan[-1][1]
         node = draft.node
         site = emit_site(draft, problem, target, self.options.numerics)
+        own_nodes = problem.weight_only and bool(draft.swaps) and keeps_own_nodes(draft, choice)
         with bench.graph.inserting_before(node):
-            if choice.kernel is not None:
+            checked = (
+                () if problem.weight_only else checked_plan(target, problem, choice, self.options)
+            )
+            if own_nodes:  # the model wrote what the kernel would be
+                result = node
+            elif checked:
+                result = emit_planned(bench.graph, site, choice, checked)
+            elif choice.kernel is not None:
                 result = choice.kernel.emit(bench.graph, site)
             else:
                 result = emit_planned(bench.graph, site, choice)
-        draft.swaps.append(bench.swap(node, result))
+        if own_nodes:
+            bench.undo(draft.swaps)
+        else:
+            draft.swaps.append(bench.swap(node, result))
         for name in ("stack_trace", "nn_module_stack"):
             if name in node.meta:
                 result.meta.setdefault(name, node.meta[name])
         draft.status, draft.kernel, draft.rule = "lowered", kernel.name, "scaled_mm"
         draft.plan = choice.text
-        draft.why = f"{choice.why}{'; ' + choice.note if choice.note else ''}"
+        words = (choice.why, choice.note, draft.note, rewritten_from(node))
+        draft.why = "; ".join(word for word in words if word)
         self.rewrites += 1
 
 

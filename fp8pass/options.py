@@ -37,10 +37,14 @@ class Options:
         force: name of the one GEMM kernel to use; a site that it cannot take raises
             :class:`fp8pass.errors.NoKernelError` with every reason. Also for some sites only:
             ``"down_proj=torch_row, fp8-block=triton_block"`` (:mod:`fp8pass.selectors`).
+            ``"w8a16"`` (here, in ``prefer`` and in ``disable``) means the weight-only kernels:
+            forced or preferred, they take activations before their quantise, which changes numbers.
         prefer: kernel names to try first, in this order; falls back and says so. Items as above.
         disable: kernel names never to use. Items as above.
         dump: folder for before/after graphs and reports.
         fuel: apply at most this many rewrites (for bisecting); None = no limit.
+        self_check: compare a kernel of another library with the reference on its first call; one
+            that differs or raises is disabled for the process (debugging; costs time and memory).
         linear_backend: a value of vLLM's ``--linear-backend`` (``"torch"``, ``"cutlass"``, ...):
             the kernels of that backend are tried first, after ``prefer``; falls back and says so.
             Items as above; ``"auto"`` asks for nothing.
@@ -58,6 +62,7 @@ class Options:
     disable: tuple[str, ...] = ()
     dump: str | None = None
     fuel: int | None = None
+    self_check: bool = False
     linear_backend: str | None = None
     tune: Literal["off", "cached", "measure"] = "cached"
     tune_cache: str | None = None
@@ -118,10 +123,10 @@ class Options:
             Target.parse(self.target)
         if not (self.prefer or self.disable or self.force or self.linear_backend):
             return
-        from fp8pass.lowerings import kernel_names, producer_kernel_names
+        from fp8pass.lowerings import WEIGHT_ONLY, kernel_names, producer_kernel_names
         from fp8pass.lowerings.vllm_names import backend_kernels
 
-        products = kernel_names()
+        products = (*kernel_names(), WEIGHT_ONLY)
         known = (*products, *producer_kernel_names())
         forced = [parse_item(text) for text in self.forced]
         disabled = [parse_item(text) for text in self.disable]
@@ -170,7 +175,7 @@ def _convert(name: str, value: Any, source: str) -> Any:
                 f"{source}: {value!r} is not allowed; allowed: {choices(_WORDS[name])}"
             )
         return text
-    if name == "strict":
+    if name in ("strict", "self_check"):
         if isinstance(value, bool):
             return value
         if text is not None and text.lower() in _TRUE + _FALSE:

@@ -35,6 +35,7 @@ SCHEMES = {
     "fp8-token": "a scale per token with one per channel",
     "fp8-mixed": "one scale for one operand, one per token or channel for the other",
     "fp8-block": "a scale per group of 64, 128, ... values, of either operand",
+    "w8a16": "fp8 weights, activations that are not quantised",
     "int8": "any int8 product",
     "int8-azp": "int8 with a zero point of the activations",
 }
@@ -142,6 +143,8 @@ def first_at(items: tuple[str, ...], schemes: frozenset[str], path: str) -> str 
 
 def schemes_of(problem: ScaledMMProblem) -> frozenset[str]:
     """The schemes of a product."""
+    if problem.weight_only:
+        return frozenset({"w8a16"})
     return _schemes(problem.activation, problem.weight)
 
 

@@ -24,7 +24,7 @@ def resolve(env: dict[str, str] | None = None, **arguments: Any) -> Options:
 def test_defaults() -> None:
     assert resolve() == Options()
     assert Options() == Options(
-        None, "exact", False, None, (), (), None, None, None, "cached", None
+        None, "exact", False, None, (), (), None, None, False, None, "cached", None
     )
 
 
@@ -49,6 +49,7 @@ def test_every_option_has_a_variable() -> None:
         "disable": f" {KERNELS[-1]} , ",
         "dump": "folder",
         "fuel": " 5 ",
+        "self_check": "1",
         "linear_backend": "fp8-block=triton, torch",
         "tune": "measure",
         "tune_cache": "place",
@@ -56,7 +57,7 @@ def test_every_option_has_a_variable() -> None:
     assert set(good) == set(Options.names())
     options = resolve({f"FP8PASS_{name.upper()}": value for name, value in good.items()})
     assert options == Options(
-        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5,
+        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5, True,
         "fp8-block=triton, torch", "measure", "place",
     )  # fmt: skip
 
@@ -87,7 +88,7 @@ BAD: list[tuple[str, Any, str]] = [
     ("fuel", True, ">= 0"),
     ("fuel", float("inf"), ">= 0"),
     ("fuel", float("nan"), ">= 0"),
-    ("target", "sm42", "sm90"),
+    ("target", "sn42", "sm90"),
     ("target", "sm90+nonsense", "cutlass"),
     ("target", 90, "string"),
     ("force", "fastest", KERNELS[0]),
@@ -142,6 +143,7 @@ def test_key_has_what_changes_a_rewrite() -> None:
         "force": "x",
         "prefer": ("x",),
         "disable": ("x",),
+        "self_check": True,
         "fuel": 1,
         "linear_backend": "torch",
         "tune": "off",

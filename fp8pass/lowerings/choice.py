@@ -17,14 +17,21 @@ from functools import lru_cache
 
 from fp8pass.errors import NoKernelError
 from fp8pass.lowerings.producers import producer_kernel_names
-from fp8pass.lowerings.registry import Kernel, find, kernels
+from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
+    Kernel,
+    find,
+    kernels,
+    weight_only_names,
+)
 from fp8pass.lowerings.tables import Table, table_for
 from fp8pass.lowerings.vllm_names import backend_kernels
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import dtype_name
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.selectors import first_at, names_at, schemes_of
-from fp8pass.target import Target
+from fp8pass.target import UNKNOWN, Target
 from fp8pass.tuning.measured import Measured
 from fp8pass.tuning.session import measured_for
 
@@ -83,11 +90,17 @@ class Choice:
 def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdict:
     """Whether ``kernel`` can take the site, or a part of its range of M; what the user asked for is
     not looked at."""
+    if target.kind == UNKNOWN and UNKNOWN not in kernel.kinds:
+        return no("FP8-L061", kernel=kernel.name, target=target.spec)
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
+    if kernel.weight_only != problem.weight_only:
+        has = dtype_name(problem.activation.dtype)
+        code = "FP8-L040" if kernel.weight_only else "FP8-L041"
+        return no(code, kernel=kernel.name, has=has)
     verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
     if verdict and kernel.reduces(target) and not problem.use_fast_accum:
         return no("FP8-L016", kernel=kernel.name)
@@ -106,23 +119,76 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
-    schemes = schemes_of(problem)
-    prefer = names_at(options.prefer, schemes, path)
-    disable = names_at(options.disable, schemes, path)
-    for name in (*prefer, *disable):
-        if name not in producer_kernel_names():
-            find(name)
-    forced = first_at(options.forced, schemes, path) if options.force else None
-    if forced is not None:
-        find(forced)
-    backend = first_at(options.backends, schemes, path) if options.linear_backend else None
+    options = narrowed(options, problem, path)
+    prefer = _named(options.prefer, target, problem)
+    disable = _named(options.disable, target, problem)
+    any_weight_only = options.force == WEIGHT_ONLY and problem.weight_only
+    forced = None
+    if options.force is not None and not any_weight_only:
+        (forced, *_) = _named((options.force,), target, problem)
+        if problem.weight_only and not find(forced).weight_only:
+            forced = None  # says how quantised activations are multiplied, not these
+    backend = options.linear_backend
     if options.numerics == "fast" and not problem.use_fast_accum:
         problem = replace(problem, use_fast_accum=True)
     wanted = _Wanted(
         forced, prefer, disable, () if backend is None else backend_kernels(backend), backend or ""
     )
     measured = measured_for(target, options)
-    return _choose(target, problem, wanted, kernels(), measured, table_for(target))
+    choice = _choose(target, problem, wanted, kernels(), measured, table_for(target))
+    if any_weight_only:
+        if not choice.plan:
+            verdicts = {r.kernel: r.verdict for r in choice.rejected}
+            raise NoKernelError(_cannot_force(WEIGHT_ONLY, verdicts, target))
+        choice = replace(choice, why=FORCED)
+    if WEIGHT_ONLY in options.prefer and choice.note:
+        # of the kernels that this name stands for, any will do
+        named = tuple(name for name in options.prefer if name != WEIGHT_ONLY)
+        winners = tuple(kernel.name for _, kernel in choice.plan)
+        verdicts = {r.kernel: r.verdict for r in choice.rejected}
+        met = choice.why == PREFERRED and not set(winners) & set(named)
+        before = named[: options.prefer.index(WEIGHT_ONLY)] if met else named
+        wanted = replace(wanted, prefer=before)
+        choice = replace(choice, note=_unmet(wanted, winners, verdicts))
+    return choice
+
+
+def narrowed(options: Options, problem: ScaledMMProblem, path: str) -> Options:
+    """The options as they are for one site: names without the sites that they are for.
+
+    ``force`` and ``linear_backend`` are the first item that is about the site, ``prefer`` and
+    ``disable`` all of them.
+    """
+    if not (options.force or options.prefer or options.disable or options.linear_backend):
+        return options
+    schemes = schemes_of(problem)
+    return replace(
+        options,
+        force=first_at(options.forced, schemes, path),
+        prefer=names_at(options.prefer, schemes, path),
+        disable=names_at(options.disable, schemes, path),
+        linear_backend=first_at(options.backends, schemes, path),
+    )
+
+
+def _named(names: tuple[str, ...], target: Target, problem: ScaledMMProblem) -> tuple[str, ...]:
+    """``names`` with each weight-only kernel, the best first, in the place of :data:`WEIGHT_ONLY`.
+
+    Raises:
+        OptionError: a name that is not registered.
+    """
+    found: list[str] = []
+    for name in names:
+        if name == WEIGHT_ONLY:
+            among = [find(weight_only) for weight_only in weight_only_names()]
+            if problem.weight_only:
+                among.sort(key=lambda kernel: kernel.priority(target, problem))
+            found += [kernel.name for kernel in among]
+        else:
+            if name not in producer_kernel_names():
+                find(name)
+            found.append(name)
+    return tuple(found)
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +331,7 @@ def _joined(parts: Sequence[tuple[MRange, Kernel, str] | None]) -> _Plan:
 
 
 def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> str:
-    verdict = verdicts[forced]
+    verdict = verdicts[forced] if forced in verdicts else no("FP8-L012", target=target.spec)
     could = [name for name, other in verdicts.items() if other]
     others = [
         f"  {name}: {other.code}: {other.message}"

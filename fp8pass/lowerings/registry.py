@@ -26,15 +26,17 @@ class EmitSite:
     """What :attr:`Kernel.emit` gets: the operands as nodes, and what was decided about them.
 
     Attributes:
-        a: ``[M, K]`` fp8 codes.
+        a: ``[M, K]`` fp8 codes; of a weight-only product the activations themselves.
         b: ``[K, N]`` fp8 codes.
-        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``.
+        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``; of a weight-only
+            product, which has none, the same node as ``scale_b``.
         scale_b: float32 dequant scale of ``b``, one element or ``[1, N]``.
         bias: ``[N]``, or None.
         prepared: the weight copy made by :func:`fp8pass.prepare`, or None.
         out_dtype: dtype of the result.
         problem, target: what the choice was made for.
         numerics: ``"exact"`` or ``"fast"`` (the latter allows reduced-precision accumulation).
+        zero: the zero point of ``a``, one element or ``[M, 1]``, or None.
         val: fake tensor of the result ``[M, N]``; becomes ``meta["val"]`` of the last node.
     """
 
@@ -49,6 +51,7 @@ class EmitSite:
     target: Target
     numerics: str
     val: torch.Tensor
+    zero: fx.Node | None = None
 
     @property
     def fast_accum(self) -> bool:
@@ -93,6 +96,8 @@ class Kernel:
             allow that; or the architectures on which it does.
         library: the library whose kernel it is, if it is none of torch's or our own: what
             ``self_check`` looks at.
+        weight_only: it multiplies activations that are not quantised (W8A16): what
+            ``fp8pass::w8a16_mm`` is lowered to, and on request what two quantised operands become.
     """
 
     name: str
@@ -107,12 +112,16 @@ class Kernel:
     run: Run | None = None
     reduced_accumulation: bool | frozenset[str] = False
     library: str = ""
+    weight_only: bool = False
 
     def reduces(self, target: Target) -> bool:
         """Whether it accumulates in less than float32 on this target."""
         where = self.reduced_accumulation
         return where if isinstance(where, bool) else target.arch in where
 
+
+#: What options call the best weight-only kernel of a site.
+WEIGHT_ONLY = "w8a16"
 
 _KERNELS: dict[str, Kernel] = {}
 
@@ -123,7 +132,7 @@ def register(kernel: Kernel) -> Kernel:
     Raises:
         OptionError: the name is taken, or contains a character that the list options use.
     """
-    if kernel.name in _KERNELS:
+    if kernel.name in _KERNELS or kernel.name == WEIGHT_ONLY:
         raise OptionError(f"a kernel named {kernel.name!r} is registered already")
     if not kernel.name.isidentifier():
         raise OptionError(f"kernel name {kernel.name!r} is not an identifier")
@@ -142,6 +151,11 @@ def find(name: str) -> Kernel:
     if name not in _KERNELS:
         raise OptionError(f"unknown kernel {name!r}; allowed: {choices(kernel_names())}")
     return _KERNELS[name]
+
+
+def weight_only_names() -> tuple[str, ...]:
+    """The names of the weight-only kernels, in the order of registration."""
+    return tuple(kernel.name for kernel in _KERNELS.values() if kernel.weight_only)
 
 
 def kernels() -> tuple[Kernel, ...]:

@@ -42,7 +42,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "AiterHipbMMPerTokenFp8ScaledMMLinearKernel": ("aiter_hipb*",),
     "AiterInt8ScaledMMLinearKernel": ("aiter_int8*",),
     "AiterPerTokenFp8ScaledMMLinearKernel": ("aiter_token*", "aiter_row*"),
-    "AiterPreshuffledPerTokenFp8ScaledMMLinearKernel": ("aiter_preshuffle*",),
+    "AiterPreshuffledPerTokenFp8ScaledMMLinearKernel": ("aiter_shuffled*",),
     "BlockWiseTorchFP8ScaledMMLinearKernel": ("torch_block*",),
     "CPUFP8W8A8ScaledMMLinearKernel": ("vllm_cpu_w8a8*", "vllm_cpu_fp8*"),
     "CPUFp8BlockScaledMMKernel": ("vllm_cpu_block*",),

@@ -6,6 +6,7 @@ one element, one per row or column, or one per block (repeated, expanded, or in 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from torch import fx
 
 from fp8pass.quant_key import FP8_DTYPES
+from fp8pass.spellings.integer_product import zero_of_rows
 from fp8pass.spellings.walk import (
     MUL,
     VIEWS,
@@ -50,6 +52,7 @@ class Operand:
         group: for a scale: ``tensor``, ``vector`` (one per row of ``a`` or column of ``b``) or
             ``(rows, columns)`` of a block of the operand.
         transposed: the scale's two dims are those of the transposed operand.
+        zero: what is subtracted from int8 codes first (of ``a`` alone), or None.
     """
 
     codes: fx.Node
@@ -57,6 +60,7 @@ class Operand:
     scale: fx.Node | None = None
     group: str | tuple[int, int] = ""
     transposed: bool = False
+    zero: fx.Node | None = None
 
 
 def codes_behind(node: Any) -> fx.Node | None:
@@ -68,6 +72,10 @@ def codes_behind(node: Any) -> fx.Node | None:
             return node
         if cast_to(node) is not None or is_call(node, *MOVES, aten.expand.default):
             node = node.args[0]
+        elif is_call(node, aten.sub.Tensor) and len(node.args) == 2 and not node.kwargs:
+            node = node.args[0]  # codes less a zero point
+            if dtype_of(codes_behind(node)) != torch.int8:
+                return None
         elif is_call(node, *MUL):
             found = [codes_behind(arg) for arg in node.args[:2]]
             known = [codes for codes in found if codes is not None]
@@ -98,9 +106,14 @@ def read_operand(node: Any, side: str) -> Operand | None:
     scale: fx.Node | None = None
     multiplied: fx.Node | None = None
     outer = 0
+    zero: fx.Node | None = None
     while True:
         codes = _codes_of(node)
         if codes is not None:
+            break
+        less = _less_zero(node) if side == "a" else None
+        if less is not None:
+            codes, zero = less
             break
         if is_call(node, *MOVES):
             moves.append(node)
@@ -118,19 +131,57 @@ def read_operand(node: Any, side: str) -> Operand | None:
         else:
             return None
     inner_first = tuple(reversed(moves))
+    if zero is not None and not _keeps_rows(zero, moves):
+        return None
     if multiplied is None or scale is None:
-        return Operand(codes, inner_first)
-    found = _scale(scale, multiplied, moves[:outer], side)
+        return Operand(codes, inner_first, zero=zero)
+    found = scale_of(scale, multiplied, moves[:outer], side)
     if found is None:
         return None
-    return Operand(codes, inner_first, *found)
+    return Operand(codes, inner_first, *found, zero=zero)
 
 
-def _scale(
-    scale: Any, multiplied: fx.Node, outer: list[fx.Node], side: str
+def _keeps_rows(zero: fx.Node, moves: list[fx.Node]) -> bool:
+    """Whether the rows of a zero point are still those of the matrix after ``moves``."""
+    held = tensor(zero)
+    if held is None or one_element(held):
+        return held is not None
+    for move in moves:
+        before, after = tensor(move.args[0]), tensor(move)
+        if is_call(move, *_COPIES):
+            continue
+        if not is_call(move, *VIEWS) or before is None or after is None or after.dim() < 2:
+            return False
+        if not same(before.shape[-1], after.shape[-1]):
+            return False
+    return True
+
+
+def _less_zero(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """``(codes, zero point)`` of ``codes.float() - zero`` with a zero point of its rows."""
+    if not is_call(node, aten.sub.Tensor) or len(node.args) != 2 or node.kwargs:
+        return None
+    codes, zero, value = _codes_of(node.args[0]), node.args[1], tensor(node)
+    if codes is None or dtype_of(codes) != torch.int8 or dtype_of(node) != torch.float32:
+        return None
+    if value is None or not isinstance(zero, fx.Node) or not zero_of_rows(zero, value):
+        return None
+    return codes, zero
+
+
+def scale_of(
+    scale: Any,
+    multiplied: fx.Node,
+    outer: list[fx.Node],
+    side: str,
+    dtypes: Collection[torch.dtype] = (torch.float32,),
 ) -> tuple[fx.Node, str | tuple[int, int], bool] | None:
+    """``(scale, group, transposed)`` of an :class:`Operand` that is ``multiplied``, then moved.
+
+    ``outer`` are these moves, outermost first; ``dtypes`` those that the scale may have.
+    """
     held, value = tensor(scale), tensor(multiplied)
-    if held is None or value is None or held.dtype != torch.float32:
+    if held is None or value is None or held.dtype not in dtypes:
         return None
     if one_element(held):
         return scale, "tensor", False
@@ -149,7 +200,7 @@ def _scale(
         return _split_blocks(scale, held, value, final, transposed)
     # one per element, repeated in blocks: asked first, for a matrix of one row looks like a vector
     if value.dim() == 2 and not views and same_shape(held, value):
-        spread = read_spread(scale)
+        spread = read_spread(scale, dtypes)
         if spread is not None and _fits(*spread, value):
             return *spread, transposed
     # one per row of what is multiplied, or one per column
@@ -195,7 +246,9 @@ def _split_blocks(
     return scale, (int(rows), int(size)), transposed
 
 
-def read_spread(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
+def read_spread(
+    node: Any, dtypes: Collection[torch.dtype] = (torch.float32,)
+) -> tuple[fx.Node, tuple[int, int]] | None:
     """``(base, (rows, columns))`` of a matrix that repeats each element of ``base`` in blocks."""
     blocks = [1, 1]
     while True:
@@ -212,7 +265,7 @@ def read_spread(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
             return None
         blocks[dim] = times
     value = tensor(node)
-    if blocks == [1, 1] or value is None or value.dim() != 2 or value.dtype != torch.float32:
+    if blocks == [1, 1] or value is None or value.dim() != 2 or value.dtype not in dtypes:
         return None
     return node, (blocks[0], blocks[1])
 
