@@ -181,7 +181,7 @@ def _advised(
     else:
         made = Target.detect(linears[0].weight.device if linears else None)
     shapes = [(m.weight.shape[0], m.weight.shape[1]) for m in linears if m.weight.numel()]
-    options = Options.resolve(**({} if named is None else {"target": named}))
+    options = Options.resolve(target=named)
     found = advise(made, shapes or [(1, 1)], load, options, calibrated=calibrated)
     return found.recipe, f"{found.basis}: {found.why}"
 
