@@ -111,6 +111,38 @@ def add_commands(application: "typer.Typer") -> None:
             )
         )
 
+    @application.command()
+    def advise(
+        target: Annotated[
+            str | None, typer.Option(help="default: the device that is here, with measurements")
+        ] = None,
+        model_shapes: Annotated[
+            str, typer.Option(help="llama-3-8b, llama-3-70b, smollm2-135m, or 'N,K;N,K'")
+        ] = "llama-3-8b",
+        workload: Annotated[
+            list[str] | None,
+            typer.Option(
+                help="sequences x prompt + generated: decode:32x256+512, prefill, mixed; may be "
+                "repeated; default: these three"
+            ),
+        ] = None,
+        measure: Annotated[
+            bool, typer.Option("--measure", help="measure what is missing, on this device")
+        ] = False,
+        calibrated: Annotated[bool, typer.Option(help="whether static scales can be had")] = True,
+        option: Annotated[
+            list[str] | None,
+            typer.Option(metavar="NAME=VALUE", help="an option of fp8pass; may be repeated"),
+        ] = None,
+        json: Annotated[bool, typer.Option("--json", help="print everything as JSON")] = False,
+    ) -> None:
+        """Which recipe suits a device, a model and a workload, and why."""
+        _run(
+            lambda: _advise(
+                target, model_shapes, workload or [], measure, calibrated, option or [], json
+            )
+        )
+
 
 def _run(command: Any) -> None:
     """Run a command; what the user can mend is one line and status 2."""
@@ -191,3 +223,33 @@ def _tune(
     if table_file is not None:
         write_atomic(table_file, shipping.render(found.table()))
     _print(found.text())
+
+
+def _advise(
+    name: str | None,
+    model_shapes: str,
+    workloads: list[str],
+    measure: bool,
+    calibrated: bool,
+    options: list[str],
+    json: bool,
+) -> None:
+    from fp8pass import advice
+    from fp8pass.errors import OptionError
+    from fp8pass.options import Options
+    from fp8pass.target import Target
+
+    if measure and name is not None:
+        raise OptionError("only the device that is here can be measured: leave --target out")
+    resolved = Options.resolve(**{**({"target": name} if name else {}), **named_options(options)})
+    target = Target.detect() if name is None else Target.parse(name)
+    shapes = advice.shapes_of(model_shapes)
+    loads = [advice.Workload.parse(text) for text in workloads or advice.WORKLOADS]
+    if measure:
+        from fp8pass.tuning import run
+
+        rows = sorted({str(rows) for load in loads for rows, _ in load.steps})
+        sizes = [f"{n},{k}" for n, k in dict.fromkeys(shapes)]
+        run.tune(run.products_of_shapes(sizes, list(advice.SCALES.values()), rows), resolved)
+    found = [advice.advise(target, shapes, w, resolved, calibrated=calibrated) for w in loads]
+    _print([each.to_dict() for each in found] if json else "\n".join(a.text() for a in found))

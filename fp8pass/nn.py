@@ -25,6 +25,7 @@ from fp8pass.fp8_linear import (
     weight_reason,
 )
 from fp8pass.progress import track
+from fp8pass.target import Target
 
 __all__ = [
     "RECIPES",
@@ -45,6 +46,7 @@ class QuantizeSummary:
         layers: number of linears replaced.
         bytes_before, bytes_after: of all parameters and buffers of the model.
         skipped: name of each linear that was left, and why.
+        why: for recipe "auto", why this one.
     """
 
     recipe: str
@@ -52,10 +54,12 @@ class QuantizeSummary:
     bytes_before: int
     bytes_after: int
     skipped: dict[str, str]
+    why: str = ""
 
     def __str__(self) -> str:
         mib = [f"{n / 2**20:.1f} MiB" for n in (self.bytes_before, self.bytes_after)]
         lines = [f"{self.layers} linears quantised ({self.recipe}), {mib[0]} -> {mib[1]}"]
+        lines += [f"  {self.recipe} because {self.why}"] if self.why else []
         return "\n".join(lines + [f"  left {name}: {why}" for name, why in self.skipped.items()])
 
 
@@ -76,6 +80,8 @@ def quantize_(
     calibration: Calibration | None = None,
     linear_types: tuple[type[nn.Linear], ...] = (nn.Linear,),
     progress: bool | None = None,
+    target: Target | str | None = None,
+    workload: str | None = None,
 ) -> QuantizeSummary:
     """Replace the linears of ``model`` by :class:`Fp8Linear`, in place.
 
@@ -86,19 +92,31 @@ def quantize_(
 
     Args:
         model: any module that contains linears; not itself a linear.
-        recipe: ``"static"``, ``"dynamic"`` or ``"dynamic_tensor"``.
+        recipe: ``"static"``, ``"dynamic"`` or ``"dynamic_tensor"``; ``"auto"``: the one that
+            :func:`fp8pass.advice.advise` names for the model's linears, ``static`` only if there is
+            a calibration. The summary says why.
         skip: names or ``fnmatch`` patterns, compared with a linear's dotted name and with the last
             component of it.
         calibration: result of :func:`calibrate`; for the static recipe, and only for it.
         linear_types: exact types that are replaced.
         progress: show a bar: True, False, or None for "when stderr is a terminal".
+        target: for ``"auto"``, the device that the model will run on; None = the one it is on.
+        workload: for ``"auto"``, such as ``"decode"`` or ``"decode:32x256+512"``; None = mixed.
 
     Raises:
-        OptionError: unknown recipe; ``calibration`` missing, superfluous or of another type.
+        OptionError: unknown recipe or workload; ``target`` or ``workload`` beside another recipe
+            than ``"auto"``; ``calibration`` missing, superfluous or of another type.
         UnsupportedError: ``model`` is itself a linear, which cannot be replaced in place.
     """
-    found = Recipe.get(recipe)
     model = getattr(model, "_orig_mod", model)
+    why = ""
+    if recipe == "auto":
+        recipe, why = _advised(model, calibration is not None, target, workload)
+        if recipe != "static":
+            calibration = None
+    elif target is not None or workload is not None:
+        raise OptionError("target and workload are for recipe 'auto'")
+    found = Recipe.get(recipe)
     if isinstance(model, nn.Linear | Fp8Linear):
         raise UnsupportedError("the model is a linear itself; use Fp8Linear.from_linear")
     if found.act.scale.static and not isinstance(calibration, Calibration):
@@ -145,7 +163,27 @@ def quantize_(
         for parent, attribute in place.parents:
             setattr(parent, attribute, new)
         layers += 1
-    return QuantizeSummary(found.name, layers, before, _model_bytes(model), skipped)
+    return QuantizeSummary(found.name, layers, before, _model_bytes(model), skipped, why)
+
+
+def _advised(
+    model: nn.Module, calibrated: bool, target: Target | str | None, workload: str | None
+) -> tuple[str, str]:
+    """The recipe for the linears of a model, and why."""
+    from fp8pass.advice import Workload, advise
+    from fp8pass.options import Options
+
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear | Fp8Linear)]
+    load = Workload.parse(workload or "mixed")
+    named = target.spec if isinstance(target, Target) else target
+    if named is not None:
+        made = Target.parse(named)
+    else:
+        made = Target.detect(linears[0].weight.device if linears else None)
+    shapes = [(m.weight.shape[0], m.weight.shape[1]) for m in linears if m.weight.numel()]
+    options = Options.resolve(target=named)
+    found = advise(made, shapes or [(1, 1)], load, options, calibrated=calibrated)
+    return found.recipe, f"{found.basis}: {found.why}"
 
 
 def _linear_places(model: nn.Module) -> list[_Place]:

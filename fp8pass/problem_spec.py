@@ -31,7 +31,9 @@ SHORT: dict[str, tuple[str, str]] = {
 _OUT = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _OUT_NAMES = {dtype: name for name, dtype in _OUT.items()}
 _FLAGS = ("bias", "fast_accum", "padded", "prepared")
-_FIELDS = ("m", "n", "k", "out", "bias", "a", "b")
+_FIELDS = (
+    "m", "n", "k", "out", "bias", "a", "b", "zero", "zero_dtype", "prepared_dtype", "form",
+)  # fmt: skip
 _ANY = "any"
 
 T = TypeVar("T")
@@ -49,7 +51,9 @@ def parse_problem(text: str, target: Target | None = None) -> ScaledMMProblem:
     - ``out=bf16`` (the default), ``fp16`` or ``fp32``;
     - ``bias`` (in the dtype of the result), ``bias=fp32``;
     - ``fast_accum``, ``prepared``, ``padded`` (rows with a gap between them), ``a=row|col|strided``
-      and ``b=col|row|strided``.
+      and ``b=col|row|strided``;
+    - ``zero``, ``zero_dtype``, ``prepared_dtype`` and ``form`` as in the problem, with ``;`` for
+      ``,``.
 
     Raises:
         OptionError: a part that is not understood, with what is allowed.
@@ -85,6 +89,10 @@ def parse_problem(text: str, target: Target | None = None) -> ScaledMMProblem:
         b_layout=_one_of(text, "b", values.get("b", "col"), layouts),
         packed="padded" not in values,
         prepared="prepared" in values,
+        zero=values.get("zero", "none"),
+        zero_dtype=_any_dtype(text, values.get("zero_dtype")),
+        prepared_dtype=_any_dtype(text, values.get("prepared_dtype")),
+        form=values.get("form", "").replace(";", ","),
         device_type=HOST if target is None else target.device_type,
     )
 
@@ -95,9 +103,9 @@ def problem_text(problem: ScaledMMProblem) -> str:
     parts.append(f"m={problem.m}")
     for name, size in (("n", problem.n), ("k", problem.k)):
         parts.append(f"{name}={_ANY if size is None else size}")
-    parts.append(f"out={_OUT_NAMES[problem.out_dtype]}")
+    parts.append(f"out={_dtype(problem.out_dtype)}")
     if problem.bias is not None:
-        parts.append(f"bias={_OUT_NAMES[problem.bias]}")
+        parts.append(f"bias={_dtype(problem.bias)}")
     if problem.use_fast_accum:
         parts.append("fast_accum")
     if problem.a_layout != "row":
@@ -108,7 +116,19 @@ def problem_text(problem: ScaledMMProblem) -> str:
         parts.append("padded")
     if problem.prepared:
         parts.append("prepared")
+    if problem.prepared_dtype is not None:
+        parts.append(f"prepared_dtype={_dtype(problem.prepared_dtype)}")
+    if problem.zero != "none":
+        parts.append(f"zero={problem.zero}")
+    if problem.zero_dtype is not None:
+        parts.append(f"zero_dtype={_dtype(problem.zero_dtype)}")
+    if problem.form:
+        parts.append(f"form={problem.form.replace(',', ';')}")
     return ", ".join(parts)
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return _OUT_NAMES.get(dtype) or dtype_name(dtype)
 
 
 def parse_scales(text: str, target: Target | None = None) -> tuple[QuantKey, QuantKey]:
@@ -146,6 +166,15 @@ def _one_of(text: str, name: str, value: str, allowed: dict[str, T]) -> T:
     if value not in allowed:
         raise OptionError(f"problem {text!r}: {name}={value!r}; allowed: {choices(allowed)}")
     return allowed[value]
+
+
+def _any_dtype(text: str, name: str | None) -> torch.dtype | None:
+    if name is None:
+        return None
+    found = _OUT.get(name) or getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise OptionError(f"problem {text!r}: {name!r} is not a dtype")
+    return found
 
 
 def _range(text: str, value: str) -> MRange:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from hypothesis import given
@@ -38,6 +40,36 @@ def test_there_and_back(scales: str, m: MRange, n: int | None, out: str, more: s
     assert problem.m == m and problem.n == n
     assert parse_problem(problem_text(problem)) == problem
     assert problem_text(parse_problem(problem_text(problem))) == problem_text(problem)
+
+
+def test_every_field_of_a_problem_is_in_its_text() -> None:
+    """Two products that differ in anything but their device must never share a measurement."""
+    plain = parse_problem("row, n=64")
+    changes = {
+        "activation": parse_problem("static").activation,
+        "weight": parse_problem("static").weight,
+        "m": MRange(3, 3),
+        "n": 65,
+        "k": 65,
+        "out_dtype": torch.float32,
+        "bias": torch.float32,
+        "use_fast_accum": True,
+        "a_layout": "col",
+        "b_layout": "row",
+        "packed": False,
+        "prepared": True,
+        "zero": "other",
+        "zero_dtype": torch.int32,
+        "prepared_dtype": torch.bfloat16,
+        "form": "a,b",
+    }
+    names = {field.name for field in dataclasses.fields(plain)} - {"device_type"}
+    assert names == set(changes)
+    for name, value in changes.items():
+        changed = dataclasses.replace(plain, **{name: value})
+        assert problem_text(changed) != problem_text(plain), name
+        assert parse_problem(problem_text(changed)) == changed, name
+    assert "float64" in problem_text(dataclasses.replace(plain, out_dtype=torch.float64))
 
 
 @pytest.mark.parametrize(

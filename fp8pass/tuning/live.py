@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from fp8pass.lowerings.registry import registered_elsewhere
 from fp8pass.target import HOST, Target
 
 #: Folders of the package whose source decides how fast a kernel is.
@@ -33,6 +32,8 @@ def identity_of(target: Target) -> dict[str, Any]:
 
     A measurement counts only where all of it is equal.
     """
+    from fp8pass.lowerings.registry import registered_elsewhere  # which imports this
+
     found: dict[str, Any] = {
         "device": _device_name(target.device_type),
         "arch": target.arch,

@@ -41,6 +41,12 @@ def why_not_measured(problem: ScaledMMProblem) -> str:
     """Why no operands can be made for a problem; "" if they can."""
     if problem.n is None or problem.k is None:
         return "N or K is symbolic"
+    if problem.weight_only:
+        return "its activations are not quantised"
+    if problem.zero != "none" or problem.form:
+        return f"the zero point {problem.zero} {problem.form}".rstrip()
+    if problem.prepared and problem.prepared_dtype not in (None, torch.bfloat16):
+        return f"a prepared copy in {problem.prepared_dtype}"
     if min(problem.n, problem.k) == 0:
         return "the product is empty"
     if (problem.a_layout, problem.b_layout) != ("row", "col"):

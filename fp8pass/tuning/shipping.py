@@ -16,6 +16,10 @@ from fp8pass.problem_spec import parse_problem
 from fp8pass.quant_key import dtype_name
 from fp8pass.tuning.measured import Point, Record, fastest, overall
 
+#: What identifies a measurement beside versions.
+_OTHER = {
+    "device", "arch", "units", "libraries", "kernels", "other_kernels", "threads", "driver",
+}  # fmt: skip
 #: (scales of activation and weight, dtype of the codes, reduced accumulation)
 _Kind = tuple[str, str, str, bool]
 
@@ -42,8 +46,7 @@ def table(records: dict[str, Record], identity: dict[str, Any]) -> dict[str, Any
                 for m, order in _joined(_winners(record.points))
             ]
         entries += [_entry(kind, m, order) for m, order in _joined(_common(sizes.values()))]
-    versions = [f"{name} {identity[name]}" for name in ("torch", "cuda", "hip", "triton") if
-                identity.get(name)]  # fmt: skip
+    versions = [f"{name} {text}" for name, text in identity.items() if text and name not in _OTHER]
     versions += [f"{name} {version}".strip() for name, version in identity["libraries"].items()]
     sizes_text = sorted({f"{n}x{k}" for sizes in kinds.values() for n, k in sizes})
     provenance = (

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8pass.lowerings import choose, find, kernels, register, unregister
 from fp8pass.options import Options
-from fp8pass.problem import MRange
+from fp8pass.problem import MRange, unquantised
 from fp8pass.problem_spec import parse_problem
 from fp8pass.reasons import YES
 from fp8pass.target import HOST, Target
@@ -161,6 +161,14 @@ def test_what_cannot_be_measured_is_said(
         session.ensure(TARGET, problem, options)
     assert caplog.text.count("was not measured") == 1
     choose(TARGET, problem, options)
+
+
+def test_weight_only_products_and_zero_points_are_not_measured() -> None:
+    plain = parse_problem("row, m=3", TARGET)
+    assert why_not_measured(plain) == ""
+    wide = dataclasses.replace(plain, activation=unquantised(torch.bfloat16))
+    assert "not quantised" in why_not_measured(wide) and key_of(wide) != key_of(plain)
+    assert "zero point" in why_not_measured(dataclasses.replace(plain, zero="row"))
 
 
 def test_a_measurement_that_breaks_costs_nothing_but_speed(
