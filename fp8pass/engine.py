@@ -21,12 +21,15 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings import choose
+from fp8pass.lowerings.choice import narrowed
 from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
+from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.to_weight_only import (
+    asks_here,
     can_be_weight_only,
     forget_products,
     keeps_own_nodes,
@@ -45,6 +48,7 @@ from fp8pass.spellings.left import not_fused
 from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
+from fp8pass.tuning import session
 from fp8pass.workbench import Snapshot, Workbench, merge_common
 
 Stage = Literal["joint", "post", "all"]
@@ -142,10 +146,12 @@ class Run:
 
             def takes(draft: Draft) -> Verdict:
                 if wants_weight_only(self.options):
-                    verdict = can_be_weight_only(draft, target, self.options)
-                    if verdict or self.options.force is not None:
-                        return fuel.take() if verdict else verdict
-                choice = choose(target, problem_of(draft, target), self.options)
+                    here = narrowed(self.options, problem_of(draft, target), _path(draft))
+                    if asks_here(here):
+                        verdict = can_be_weight_only(draft, target, here)
+                        if verdict or here.force is not None:
+                            return fuel.take() if verdict else verdict
+                choice = choose(target, problem_of(draft, target), self.options, _path(draft))
                 return fuel.take() if choice.plan else choice.verdict
 
             self.rewrites += reader.split_linears(takes)
@@ -195,7 +201,11 @@ class Run:
 
     def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
         problem = problem_of(draft, target)
-        choice = choose(target, problem, self.options)
+        session.lowered(problem)
+        session.ensure(target, problem, self.options)
+        choice = choose(target, problem, self.options, _path(draft))
+        if choice.note:
+            session.tell_once(choice.note)
         draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
         draft.shape = f"{problem.m}x{problem.n or 'N'}x{problem.k or 'K'}"
         if not choice.plan:
@@ -210,8 +220,13 @@ class Run:
         site = emit_site(draft, problem, target, self.options.numerics)
         own_nodes = problem.weight_only and bool(draft.swaps) and keeps_own_nodes(draft, choice)
         with bench.graph.inserting_before(node):
+            checked = (
+                () if problem.weight_only else checked_plan(target, problem, choice, self.options)
+            )
             if own_nodes:  # the model wrote what the kernel would be
                 result = node
+            elif checked:
+                result = emit_planned(bench.graph, site, choice, checked)
             elif choice.kernel is not None:
                 result = choice.kernel.emit(bench.graph, site)
             else:
@@ -228,6 +243,11 @@ class Run:
         words = (choice.why, choice.note, draft.note, rewritten_from(node))
         draft.why = "; ".join(word for word in words if word)
         self.rewrites += 1
+
+
+def _path(draft: Draft) -> str:
+    """The path of the site's module, as far as it is known."""
+    return draft.where.partition(" ")[0]
 
 
 def _count_readers(draft: Draft, live: set[fx.Node]) -> None:

@@ -78,6 +78,9 @@ class ScaledMMProblem:
         packed: leading strides equal the row lengths (no padding between rows).
         prepared: the site carries a weight copy made by :func:`fp8pass.prepare`.
         device_type: torch's device type of the operands.
+        zero: how a zero point of ``a`` is taken off (the ``zero`` of the product's form), or
+            ``none``; ``zero_dtype``: its dtype.
+        prepared_dtype: dtype of that copy, None where it is not known: which copy it is.
         form: of a weight-only product, text of a :class:`fp8pass.ops.weight_form.WeightForm`.
     """
 
@@ -94,6 +97,9 @@ class ScaledMMProblem:
     packed: bool = True
     prepared: bool = False
     device_type: str = HOST
+    zero: str = "none"
+    zero_dtype: torch.dtype | None = None
+    prepared_dtype: torch.dtype | None = None
     form: str = ""
 
     @property

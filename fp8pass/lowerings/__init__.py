@@ -21,6 +21,14 @@ from fp8pass.lowerings import (  # isort: split
     xpu,
 )
 
+# ROCm's libraries
+from fp8pass.lowerings import (  # isort: skip
+    aiter_block,
+    aiter_producers,
+    aiter_row,
+    aiter_shuffled,
+    vllm_skinny,
+)
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -54,6 +62,10 @@ __all__ = [
     "EmitSite",
     "Kernel",
     "Rejection",
+    "aiter_block",
+    "aiter_producers",
+    "aiter_row",
+    "aiter_shuffled",
     "choose",
     "consider",
     "cpu",
@@ -72,6 +84,7 @@ __all__ = [
     "vllm_block",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_skinny",
     "weight_only",
     "weight_only_names",
     "xpu",

@@ -73,9 +73,10 @@ def _pair(pair: Granularity) -> str:
     return f"per-{pair[0]} x per-{pair[1]}"
 
 
-def plain_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
+def plain_scales(kernel: str, problem: ScaledMMProblem, *, zero_point: bool = False) -> Verdict:
     """Both scales are float32 numbers of a symmetric quantisation.
 
+    With ``zero_point`` the activation may have one; without it neither its key nor the product may.
     A UE8M0 scale (one byte, a power of two) never goes to a kernel that reads float32.
     """
     for key in (problem.activation, problem.weight):
@@ -86,7 +87,10 @@ def plain_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
             )  # fmt: skip
         if key.scale.dtype != torch.float32:
             return _dtype(kernel, "scales of dtype", key.scale.dtype, (torch.float32,))
-        if not key.symmetric:
+        taken = zero_point and key is problem.activation
+        if not taken and (not key.symmetric or problem.zero != "none"):
+            if key is problem.weight and key.symmetric:
+                continue  # the zero point is the activation's, which was asked first
             return no(
                 "FP8-L007", kernel=kernel, what="the quantisation", has=str(key),
                 wants="symmetric ones",
@@ -167,6 +171,41 @@ _CUDA_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
 _ROCM_FP8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 
+def native_fp8(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
+    """No e4m3fn codes on a target whose FP8 is e4m3fnuz: read as these they are wrong numbers.
+
+    :func:`fp8pass.prepare` converts them; other dtypes are for :func:`fp8_operands` to refuse.
+    """
+    if target.fp8_dtype == torch.float8_e4m3fnuz:
+        for what, key in (("activations", problem.activation), ("weights", problem.weight)):
+            if key.dtype == torch.float8_e4m3fn:
+                return no("FP8-L060", kernel=kernel, what=what, target=target.spec)
+    return YES
+
+
+def library(kernel: str, target: Target, name: str) -> Verdict:
+    """The target has the kernel library called ``name``."""
+    if target.has_library(name):
+        return YES
+    return no("FP8-L011", kernel=kernel, wants=f"the library {name}", target=target.spec)
+
+
+def library_at_least(
+    kernel: str, target: Target, name: str, version: tuple[int, int], what: str
+) -> Verdict:
+    """A library is ``version`` or newer, which is needed for ``what``; a version that is not known
+    is taken for an old one."""
+    has = target.library_version(name)
+    if has is not None and has >= version:
+        return YES
+    told = "one of unknown version" if has is None else ".".join(map(str, has))
+    wants = ".".join(map(str, version))
+    return no(
+        "FP8-L062", kernel=kernel, library=name, wants=wants, what=what, target=target.spec,
+        has=told,
+    )  # fmt: skip
+
+
 def scales_along(kernel: str, problem: ScaledMMProblem) -> Verdict:
     """Scales of ``a`` per tensor, token or group of a row; of ``b`` per tensor, channel or block.
 
@@ -194,7 +233,7 @@ def converts(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
             known = architecture(kernel, target, _CUDA_FP8)
             allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
         else:
-            known = architecture(kernel, target, _ROCM_FP8)
+            known = architecture(kernel, target, _ROCM_FP8) and native_fp8(kernel, target, problem)
             allowed = () if target.fp8_dtype is None else (target.fp8_dtype,)
         if not known:
             return known
@@ -209,3 +248,21 @@ def int32_sum(kernel: str, problem: ScaledMMProblem) -> Verdict:
         return YES
     has = "a depth K that is not known statically" if problem.k is None else f"K = {problem.k}"
     return no("FP8-L017", kernel=kernel, what=f"{has}: the int32 sum may overflow")
+
+
+def exact_zero_point(kernel: str, problem: ScaledMMProblem, allowed: tuple[str, ...]) -> Verdict:
+    """No zero point, or one that is taken off in a way the kernel does exactly.
+
+    ``allowed`` names them: the ``zero`` of a product's form, with the dtype of the zero point.
+    """
+    if problem.zero == "none":
+        return YES
+    assert problem.zero_dtype is not None
+    has = f"{problem.zero} {dtype_name(problem.zero_dtype)}"
+    if has not in allowed:
+        wants = " or ".join(allowed)
+        return no("FP8-L007", kernel=kernel, what="a zero point taken off as", has=has, wants=wants)
+    if problem.k is None or problem.k >= 2**31 // (255 * 128):
+        has = "a depth K that is not known" if problem.k is None else f"K = {problem.k}"
+        return no("FP8-L017", kernel=kernel, what=f"{has}: the sum less a zero point may overflow")
+    return YES

@@ -153,7 +153,7 @@ FLASHINFER_TENSOR = register(
         ),  # fmt: skip
         can_implement=_takes_tensor,
         priority=lambda target, problem: 62,
-        emit=partial(_emit, op="flashinfer_bmm_fp8"),
+        emit=partial(_emit, op="flashinfer_scaled_mm"),
         provenance="not run on hardware (rules read in FlashInfer's documentation and source)",
         run=partial(_run, block=False),
         reduced_accumulation=True,

@@ -6,8 +6,11 @@ call :func:`register`, name the module in ``__init__.py`` and add one golden gra
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -33,6 +36,7 @@ class EmitSite:
         out_dtype: dtype of the result.
         problem, target: what the choice was made for.
         numerics: ``"exact"`` or ``"fast"`` (the latter allows reduced-precision accumulation).
+        zero: the zero point of ``a``, one element or ``[M, 1]``, or None.
         val: fake tensor of the result ``[M, N]``; becomes ``meta["val"]`` of the last node.
     """
 
@@ -47,6 +51,7 @@ class EmitSite:
     target: Target
     numerics: str
     val: torch.Tensor
+    zero: fx.Node | None = None
 
     @property
     def fast_accum(self) -> bool:
@@ -156,6 +161,28 @@ def weight_only_names() -> tuple[str, ...]:
 def kernels() -> tuple[Kernel, ...]:
     """All kernels, in the order of registration."""
     return tuple(_KERNELS.values())
+
+
+def registered_elsewhere() -> tuple[tuple[str, str], ...]:
+    """(name, hash of the file) of each kernel from outside the package, whose source the identity
+    of the package does not cover."""
+    found = []
+    for kernel in _KERNELS.values():
+        emit = kernel.emit
+        while isinstance(emit, partial):
+            emit = emit.func
+        if not str(getattr(emit, "__module__", "")).startswith("fp8pass."):
+            code = getattr(emit, "__code__", None)
+            found.append((kernel.name, _file_hash(code.co_filename) if code is not None else ""))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _file_hash(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError:  # typed in at a prompt
+        return name
 
 
 def kernel_names() -> tuple[str, ...]:

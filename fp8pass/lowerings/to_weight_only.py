@@ -20,12 +20,13 @@ import torch
 from torch import fx
 
 from fp8pass.errors import NoKernelError
-from fp8pass.lowerings.choice import FORCED, PREFERRED, Choice, choose
+from fp8pass.lowerings.choice import FORCED, PREFERRED, Choice, choose, narrowed
 from fp8pass.lowerings.registry import WEIGHT_ONLY, find, weight_only_names
 from fp8pass.lowerings.site import problem_of, weight_only_problem
 from fp8pass.options import Options
 from fp8pass.patterns.rule import Fuel
 from fp8pass.reasons import YES, Verdict
+from fp8pass.selectors import parse_item
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.before_quantise import Source, before_quantise, put_weight_only
 from fp8pass.spellings.reader import Reader
@@ -43,15 +44,16 @@ def _is_weight_only(name: str | None) -> bool:
     return name == WEIGHT_ONLY or name in weight_only_names()
 
 
-def forces_weight_only(options: Options) -> bool:
-    """Whether every product is to be a weight-only one."""
-    return _is_weight_only(options.force)
-
-
 def wants_weight_only(options: Options) -> bool:
-    """Whether the user asked for weight-only products in any way."""
+    """Whether the user asked for weight-only products in any way, at any site."""
+    items = (*options.forced, *options.prefer)
+    return any(_is_weight_only(parse_item(text).name) for text in items)
+
+
+def asks_here(options: Options) -> bool:
+    """The same of options that were :func:`fp8pass.lowerings.choice.narrowed` to one site."""
     if options.force is not None:
-        return forces_weight_only(options)
+        return _is_weight_only(options.force)
     return any(_is_weight_only(name) for name in options.prefer)
 
 
@@ -104,18 +106,22 @@ def to_weight_only(
     for node, draft in list(reader.drafts.items()):
         if not is_call(node, torch.ops.fp8pass.scaled_mm.default):
             continue
+        path = draft.where.partition(" ")[0]
+        here = narrowed(options, problem_of(draft, target), path)
+        if not asks_here(here):
+            continue
         source = before_quantise(draft)
         if isinstance(source, Verdict):
-            if options.force is not None:
+            if here.force is not None:
                 raise NoKernelError(
-                    f"kernel {options.force!r} is forced but cannot take this site on "
+                    f"kernel {here.force!r} is forced but cannot take this site on "
                     f"{target.spec}: {source.code}: {source.message}"
                 )
             draft.note = f"no weight-only product: {source.message}"
             continue
-        if not _comes_first(draft, target, options):
+        if not _comes_first(draft, target, here):
             continue
-        choice = _chosen(draft, source, target, options)
+        choice = _chosen(draft, source, target, here)
         if choice.why not in (FORCED, PREFERRED) or not fuel.take():
             continue
         product, new = put_weight_only(bench, draft, source)

@@ -9,6 +9,8 @@ rows is a multiple of 4, which is padded for inside. Each block's sum is added u
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import fx
 
@@ -59,6 +61,12 @@ def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
     return call(graph, torch.ops.fp8pass.vllm_cutlass_block_mm.default, args, val=site.val)
 
 
+@cache
+def on_hopper(device: torch.device) -> bool:
+    """Whether the kernels for Hopper will run, which ask for a multiple of 4 rows."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def run_operator(
     a: torch.Tensor,
     b: torch.Tensor,
@@ -74,7 +82,7 @@ def run_operator(
     """
     op = vllm_operator("cutlass_scaled_mm")
     rows = a.shape[0]
-    if rows and a.is_cuda and torch.cuda.get_device_capability(a.device) == (9, 0):
+    if rows and on_hopper(a.device):
         a, scale_a = padded_rows(a, 4), padded_rows(scale_a, 4, 1.0)
     out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype)
     if out.numel():

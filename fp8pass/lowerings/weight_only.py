@@ -166,8 +166,8 @@ TRITON_W8A16 = register(
         kinds=frozenset({"cuda", "rocm"}),
         requirements=_has_triton,
         can_implement=_takes_triton,
-        # behind torch_w8a16 until it was measured; with few rows it should be ahead: it reads one
-        # byte of a weight where a copy made wide is one read, two written and two read again
+        # behind torch_w8a16 until it was measured: with few rows it reads one byte of a weight
+        # where a copy made wide is one byte read, two written and two read again
         priority=lambda target, problem: 70,
         emit=_emit_triton,
         provenance="tested in Triton's interpreter; not run on hardware",

@@ -85,6 +85,8 @@ def _read(root: fx.Node) -> ScaledMMMatch | str:
         return "it scales its result"
     if result.dtype not in MODEL_DTYPES:
         return f"its result is {result.dtype}"
+    if torch.float8_e8m0fnu in (vsa.dtype, vsb.dtype):
+        return "its scales are float8_e8m0fnu, one for 32 elements of K (MX), not float32"
     if vsa.dtype != torch.float32 or vsb.dtype != torch.float32:
         return f"its scales are {vsa.dtype} and {vsb.dtype}, not float32"
     vbias = tensor(bias)
@@ -197,7 +199,7 @@ def _read_v2(root: fx.Node) -> ScaledMMMatch | str:
     (scale_a,), (scale_b,) = given["scale_a"], given["scale_b"]
     vsa, vsb = tensor(scale_a), tensor(scale_b)
     if vsa is None or vsb is None or vsa.dtype != torch.float32 or vsb.dtype != torch.float32:
-        return "its scales are not float32"
+        return f"its scales are {dtype_of(scale_a)} and {dtype_of(scale_b)}, not float32"
     for kind, scale, codes in ((act, vsa, va), (weight, vsb, vb)):
         if not _has_shape(scale, kind, codes):
             return f"its scales have shapes {tuple(vsa.shape)} and {tuple(vsb.shape)}"

@@ -33,15 +33,18 @@ VIEWS = (
     _aten.reshape.default,
     _aten.slice.Tensor,
 )
-#: Tested below with operands of their own.
+#: Tested below with operands of their own, or in test_rocm_libraries.py.
 SPECIAL = (
     "torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8",
     "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_block",
+    "vllm_skinny", "aiter_row", "aiter_int8", "aiter_shuffled", "aiter_block",
     "xpu", *weight_only_names(),  # in files of their own
 )  # fmt: skip
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
+ASYM = ("token/asym", "channel")
+ZERO = {"dtypes": INT8, "zero": "int32", "zero_dtype": torch.int32}
 GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "cpu": ("cpu", "cpu", {"bias": BF16}, ROW),
     "cpu_prepared": ("cpu_prepared", "cpu", {"prepared": True}, ROW),
@@ -76,9 +79,23 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_dequant_blocks": ("torch_dequant", "cpu", {"k": 200, "n": 72}, BLOCKS),
     "torch_int8": ("torch_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
     "torch_int8_cpu": ("torch_int8_cpu", "cpu", {"dtypes": INT8}, ("tensor", "tensor")),
+    "torch_int8_zero_point": ("torch_int8", "sm80", ZERO, ASYM),
+    "torch_dequant_zero_point": (
+        "torch_dequant", "sm80", {**ZERO, "zero": "codes", "zero_dtype": F32}, ASYM,
+    ),
     "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
+    "vllm_skinny": (
+        "vllm_skinny",
+        "gfx942+vllm==0.21",
+        {"bias": BF16, "packed": False},
+        ("tensor", "tensor"),
+    ),
+    "aiter_row": ("aiter_row", "gfx950+aiter", {"bias": BF16}, ROW),
+    "aiter_int8": ("aiter_int8", "gfx942+aiter", {"dtypes": INT8}, ROW),
+    "aiter_shuffled": ("aiter_shuffled", "gfx942+aiter", {"prepared": True}, ROW),
+    "aiter_block": ("aiter_block", "gfx942+aiter", {"k": 256, "n": 128}, BLOCKS),
     "torch_channel_mixed_f32": ("torch_channel", "gfx942", {"out_dtype": F32}, ("token", "tensor")),
-}
+}  # fmt: skip
 
 
 def made(name: str, **more: Any) -> tuple[Built, ScaledMMProblem]:
@@ -198,6 +215,35 @@ def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: in
         expected = values["a"].float() @ values["b"].float() * scales[0] * scales[1]
         expected = expected if bias is None else expected + values["bias"].float()
         assert torch.equal(result, expected.to(out))
+
+
+@pytest.mark.parametrize("m", [0, 1, 17])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        (how, dtype)
+        for how in ("int32", "int64", "float32", "codes")
+        for dtype in (torch.int8, torch.int32)
+    ]
+    + [("float32", F32), ("codes", F32)],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["torch_int8", "torch_dequant"])
+def test_zero_points(kernel: str, how: str, dtype: torch.dtype, m: int) -> None:
+    """Every way to take one off, where the kernel takes it, against the generic operator."""
+    target = Target.parse("sm80")
+    p = problem(*ASYM, target=target, dtypes=INT8, zero=how, zero_dtype=dtype, m=32)
+    if not find(kernel).can_implement(target, p):
+        pytest.skip("refused: see test_lowering_choice")
+    values = operands(p, m, "cpu", seed=m)
+    built = build(find(kernel).emit, target, p, m=m, device="cpu")
+    got = Reference(built.module).run(*(values[name] for name in built.names))[0]
+    keys = str(p.activation), str(p.weight)
+    wanted = scaled_product(
+        values["a"], values["b"], values["scale_a"], values["scale_b"], None, BF16, *keys,
+        f"none,ab,{how}", values["zero"],
+    )  # fmt: skip
+    assert torch.equal(got, wanted)
 
 
 REFERENCES = [
