@@ -152,11 +152,8 @@ class Reader:
                 if isinstance(found, Verdict):
                     self.unread.append(("scaled_mm", node, found))
                     continue
-                if isinstance(found, DequantisedMatch):
+                if isinstance(found, (DequantisedMatch, WeightOnlyMatch)):
                     self._put_dequantised(found)
-                    continue
-                if isinstance(found, WeightOnlyMatch):
-                    self._put_weight_only(found)
                     continue
                 args = (
                     found.a,
@@ -329,16 +326,12 @@ class Reader:
             draft.swaps += [bench.swap(old, news[name]) for old in nodes]
         return None
 
-    def _put_dequantised(self, found: DequantisedMatch) -> None:
-        node, result = put_dequantised(self.bench, found)
+    def _put_dequantised(self, found: DequantisedMatch | WeightOnlyMatch) -> None:
+        weight_only = isinstance(found, WeightOnlyMatch)
+        put = put_weight_only if weight_only else put_dequantised
+        node, result = put(self.bench, found)  # type: ignore[arg-type]
         draft = self._draft(node, found.root, {"out": node}, str(found.form))
-        draft.key = f"{node.args[6]} x {node.args[7]}"
-        draft.swaps.append(self.bench.swap(found.root, result))
-
-    def _put_weight_only(self, found: WeightOnlyMatch) -> None:
-        node, result = put_weight_only(self.bench, found)
-        draft = self._draft(node, found.root, {"out": node}, str(found.form))
-        draft.key = key_of(node)
+        draft.key = key_of(node) if weight_only else f"{node.args[6]} x {node.args[7]}"
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
