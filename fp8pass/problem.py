@@ -77,6 +77,8 @@ class ScaledMMProblem:
         packed: leading strides equal the row lengths (no padding between rows).
         prepared: the site carries a weight copy made by :func:`fp8pass.prepare`.
         device_type: torch's device type of the operands.
+        zero: how a zero point of ``a`` is taken off (the ``zero`` of the product's form), or
+            ``none``; ``zero_dtype``: its dtype.
     """
 
     activation: QuantKey
@@ -92,3 +94,5 @@ class ScaledMMProblem:
     packed: bool = True
     prepared: bool = False
     device_type: str = HOST
+    zero: str = "none"
+    zero_dtype: torch.dtype | None = None

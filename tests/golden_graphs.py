@@ -74,6 +74,32 @@ class StaticFnuz(nn.Module):
         )
 
 
+class ZeroPoint(nn.Module):
+    """A norm and two linears in INT8: per token with a zero point, corrected in integers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = models.Norm(WIDTH).to(torch.bfloat16)
+        for name in ("first", "second"):
+            self.register_buffer(name, torch.randint(-127, 128, (32, WIDTH), dtype=torch.int8))
+            self.register_buffer(f"{name}_scale", torch.rand(1, 32) * 0.01 + 1e-3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        return self.linear(y, self.first, self.first_scale), self.linear(
+            y, self.second, self.second_scale
+        )
+
+    def linear(self, y: Tensor, weight: Tensor, weight_scale: Tensor) -> Tensor:
+        wide = y.float()
+        low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+        scale = ((high - low) / 255).clamp(min=1e-7)
+        zero = torch.round(-128 - low / scale).clamp(-128, 127).to(torch.int32)
+        q = (torch.round(wide / scale) + zero).clamp(-128, 127).to(torch.int8)
+        total = torch._int_mm(q, weight.t()) - zero * weight.sum(1, dtype=torch.int32)
+        return (total.float() * scale * weight_scale).to(y.dtype)
+
+
 @dataclass(frozen=True)
 class GoldenModel:
     """A model and how it is compiled.
@@ -84,6 +110,7 @@ class GoldenModel:
         dtype: of the model.
         prepared: with the copies of :func:`fp8pass.prepare` for the host.
         options: of the pass.
+        rows: of its input; a product of INT8 on CUDA needs more than 16.
     """
 
     kind: type[nn.Module]
@@ -92,6 +119,7 @@ class GoldenModel:
     dtype: torch.dtype = torch.bfloat16
     prepared: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    rows: int = ROWS
 
     def build(self) -> nn.Module:
         if self.recipe is not None:
@@ -104,7 +132,7 @@ class GoldenModel:
             return self.kind().eval()
 
     def inputs(self) -> Tensor:
-        return models.rows(ROWS).to(self.dtype)
+        return models.rows(self.rows).to(self.dtype)
 
 
 MODELS = {
@@ -123,6 +151,7 @@ MODELS = {
     "half-dynamic": GoldenModel(models.Block, "dynamic", dtype=torch.float16),
     "block-prepared": GoldenModel(models.Block, "dynamic", prepared=True),
     "static-fnuz": GoldenModel(StaticFnuz, None),
+    "int8-zero-point": GoldenModel(ZeroPoint, None, rows=32),
 }
 #: Both recipes, any M, packed, biased: enough where no kernel is the target's own.
 _SOME = ("block-dynamic", "block-static-any-m", "packed-dynamic", "biased-static")
@@ -138,7 +167,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "gfx950": _SOME,
     "xpu-bmg": ("block-dynamic", "block-static-any-m"),
     "x86-amx": (*_SOME, "block-prepared"),
-    "cpu": _SOME,
+    "cpu": (*_SOME, "int8-zero-point"),
 }
 #: target -> options of the pass. vLLM's product accumulates in less than float32, which only
 #: ``fast`` allows, and others come before it where they were measured to be faster.

@@ -73,9 +73,10 @@ def _pair(pair: Granularity) -> str:
     return f"per-{pair[0]} x per-{pair[1]}"
 
 
-def plain_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
+def plain_scales(kernel: str, problem: ScaledMMProblem, *, zero_point: bool = False) -> Verdict:
     """Both scales are float32 numbers of a symmetric quantisation.
 
+    With ``zero_point`` the activation may have one; without it neither its key nor the product may.
     A UE8M0 scale (one byte, a power of two) never goes to a kernel that reads float32.
     """
     for key in (problem.activation, problem.weight):
@@ -86,7 +87,10 @@ def plain_scales(kernel: str, problem: ScaledMMProblem) -> Verdict:
             )  # fmt: skip
         if key.scale.dtype != torch.float32:
             return _dtype(kernel, "scales of dtype", key.scale.dtype, (torch.float32,))
-        if not key.symmetric:
+        taken = zero_point and key is problem.activation
+        if not taken and (not key.symmetric or problem.zero != "none"):
+            if key is problem.weight and key.symmetric:
+                continue  # the zero point is the activation's, which was asked first
             return no(
                 "FP8-L007", kernel=kernel, what="the quantisation", has=str(key),
                 wants="symmetric ones",
@@ -209,3 +213,21 @@ def int32_sum(kernel: str, problem: ScaledMMProblem) -> Verdict:
         return YES
     has = "a depth K that is not known statically" if problem.k is None else f"K = {problem.k}"
     return no("FP8-L017", kernel=kernel, what=f"{has}: the int32 sum may overflow")
+
+
+def exact_zero_point(kernel: str, problem: ScaledMMProblem, allowed: tuple[str, ...]) -> Verdict:
+    """No zero point, or one that is taken off in a way the kernel does exactly.
+
+    ``allowed`` names them: the ``zero`` of a product's form, with the dtype of the zero point.
+    """
+    if problem.zero == "none":
+        return YES
+    assert problem.zero_dtype is not None
+    has = f"{problem.zero} {dtype_name(problem.zero_dtype)}"
+    if has not in allowed:
+        wants = " or ".join(allowed)
+        return no("FP8-L007", kernel=kernel, what="a zero point taken off as", has=has, wants=wants)
+    if problem.k is None or problem.k >= 2**31 // (255 * 128):
+        has = "a depth K that is not known" if problem.k is None else f"K = {problem.k}"
+        return no("FP8-L017", kernel=kernel, what=f"{has}: the sum less a zero point may overflow")
+    return YES

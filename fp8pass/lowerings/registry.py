@@ -32,6 +32,7 @@ class EmitSite:
         out_dtype: dtype of the result.
         problem, target: what the choice was made for.
         numerics: ``"exact"`` or ``"fast"`` (the latter allows reduced-precision accumulation).
+        zero: the zero point of ``a``, one element or ``[M, 1]``, or None.
         val: fake tensor of the result ``[M, N]``; becomes ``meta["val"]`` of the last node.
     """
 
@@ -46,6 +47,7 @@ class EmitSite:
     target: Target
     numerics: str
     val: torch.Tensor
+    zero: fx.Node | None = None
 
     @property
     def fast_accum(self) -> bool:

@@ -9,6 +9,7 @@ from torch import fx
 
 from fp8pass.lowerings.emit import aten, call
 from fp8pass.lowerings.registry import EmitSite
+from fp8pass.ops.product_form import ProductForm
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.quant_key import QuantKey
 from fp8pass.site_draft import Draft
@@ -61,7 +62,9 @@ def _packed(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
     """The problem of a ``fp8pass::scaled_mm`` node."""
-    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, _ = _arguments(draft.node)
+    a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, form, zero = _arguments(
+        draft.node
+    )
     va, vb = val(a), val(b)
     vbias = tensor(bias)
     return ScaledMMProblem(
@@ -78,20 +81,23 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
         packed=_packed(va, vb),
         prepared=prepared is not None,
         device_type=va.device.type,
+        zero=ProductForm.parse(form).zero,
+        zero_dtype=None if zero is None else val(zero).dtype,
     )
 
 
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
     """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
-    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _ = _arguments(draft.node)
+    a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _, zero = _arguments(draft.node)
     with draft.node.graph.inserting_before(draft.node):
         scale_a = _scale(draft.node.graph, scale_a, problem.activation.granularity)
         scale_b = _scale(draft.node.graph, scale_b, problem.weight.granularity)
     # the generic node dies with this lowering, so its fake value can move to the new one
     value = val(draft.node)
     return EmitSite(
-        a, b, scale_a, scale_b, bias, prepared, out_dtype, problem, target, numerics, value
-    )
+        a, b, scale_a, scale_b, bias, prepared, out_dtype, problem, target, numerics, value,
+        zero,
+    )  # fmt: skip
 
 
 def _scale(graph: fx.Graph, scale: fx.Node, granularity: str) -> fx.Node:
@@ -115,5 +121,5 @@ def _scale(graph: fx.Graph, scale: fx.Node, granularity: str) -> fx.Node:
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
-    assert len(node.args) in (10, 11), node.format_node()
-    return tuple(node.args) if len(node.args) == 11 else (*node.args, "")
+    assert len(node.args) in (10, 11, 12), node.format_node()
+    return (*node.args, *("", None)[len(node.args) - 10 :])

@@ -21,6 +21,20 @@ from fp8pass.quant_key import GroupShape
 from fp8pass.reasons import Verdict
 from fp8pass.target import Target
 
+#: An int8 zero point leaves int32 sums and float32 differences exact, however it is taken off.
+_SMALL_ZEROS = tuple(f"{how} int8" for how in ("int32", "int64", "float32", "codes"))
+#: Wider ones are taken off a product of integers as the source does.
+_WHOLE_ZEROS = (
+    "int32 int32",
+    "int64 int32",
+    "int64 int64",
+    "float32 int32",
+    "float32 int64",
+    "float32 float32",
+    "codes int32",
+)
+#: The source subtracts them from float32 codes, and so does the kernel.
+_LESS_ZEROS = ("codes int32", "codes int64", "codes float32")
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -31,7 +45,8 @@ def _takes_dequant(target: Target, problem: ScaledMMProblem) -> Verdict:
     name = "torch_dequant"
     return need.all_of(
         lambda: need.scales_along(name, problem),
-        lambda: need.plain_scales(name, problem),
+        lambda: need.plain_scales(name, problem, zero_point=True),
+        lambda: need.exact_zero_point(name, problem, (*_SMALL_ZEROS, *_LESS_ZEROS)),
         lambda: need.converts(name, target, problem),
         lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
         lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
@@ -46,6 +61,9 @@ def _emit_dequant(graph: fx.Graph, site: EmitSite) -> fx.Node:
         (site.b, site.scale_b, site.problem.weight),
     ):
         wide = call(graph, _CONVERT, (codes, torch.float32), val=_like(value(codes), torch.float32))
+        if codes is site.a and site.zero is not None:
+            zero = converted(graph, zero_column(graph, site.zero), torch.float32)
+            wide = call(graph, aten.sub.Tensor, (wide, zero))
         blocks = key.granularity.startswith("group")
         if blocks:
             spread = spread_scale(graph, scale, key.scale.group, value(codes))
@@ -99,7 +117,8 @@ def _takes_int8(name: str, target: Target, problem: ScaledMMProblem) -> Verdict:
     only = (torch.int8,)
     return need.all_of(
         lambda: need.granularity(name, problem, need.OUTER_PRODUCTS),
-        lambda: need.plain_scales(name, problem),
+        lambda: need.plain_scales(name, problem, zero_point=True),
+        lambda: need.exact_zero_point(name, problem, (*_SMALL_ZEROS, *_WHOLE_ZEROS)),
         lambda: need.fp8_operands(name, problem, only, only),
         lambda: need.int32_sum(name, problem),
         lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
@@ -116,11 +135,42 @@ def _takes_int8_cuda(target: Target, problem: ScaledMMProblem) -> Verdict:
     )
 
 
+def converted(graph: fx.Graph, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``node`` in ``dtype``."""
+    return node if value(node).dtype == dtype else call(graph, _CONVERT, (node, dtype))
+
+
+def zero_column(graph: fx.Graph, zero: fx.Node) -> fx.Node:
+    """A zero point of one number as 0-d, or one per row as ``[M, 1]``."""
+    held = value(zero)
+    if all(type(size) is int and size == 1 for size in held.shape):
+        return zero if held.dim() == 0 else call(graph, aten.reshape.default, (zero, []))
+    return zero if held.dim() == 2 else call(graph, aten.reshape.default, (zero, [-1, 1]))
+
+
+def take_off(graph: fx.Graph, site: EmitSite, out: fx.Node, dtype: torch.dtype) -> fx.Node:
+    """``out - zero * sum(b)`` in ``dtype``; the sums themselves are whole numbers."""
+    assert site.zero is not None
+    whole = torch.int64 if dtype == torch.int64 else torch.int32
+    sums = call(graph, aten.sum.dim_IntList, (site.b, [0], True), {"dtype": whole})
+    zero = converted(graph, zero_column(graph, site.zero), dtype)
+    off = call(graph, aten.mul.Tensor, (zero, converted(graph, sums, dtype)))
+    out = converted(graph, out, dtype)
+    return call(graph, aten.sub.Tensor, (out, off), val=matrix_like(site.val, dtype))
+
+
 def _emit_int8(graph: fx.Graph, site: EmitSite) -> fx.Node:
     total = matrix_like(site.val, torch.int32)
     out = call(graph, aten._int_mm.default, (site.a, site.b), val=total)
+    how = site.problem.zero
+    if how == "codes":  # the same whole number, in as many bits as it may take
+        how = "int32" if site.problem.zero_dtype == torch.int8 else "int64"
+    if site.zero is not None and how != "float32":
+        out = take_off(graph, site, out, torch.int32 if how == "int32" else torch.int64)
     wide = matrix_like(site.val, torch.float32)
     out = call(graph, _CONVERT, (out, torch.float32), val=wide)
+    if site.zero is not None and how == "float32":
+        out = take_off(graph, site, out, torch.float32)
     return epilogue(graph, site, out, site.scale_a, site.scale_b)
 
 

@@ -18,6 +18,7 @@ DTYPES = {
         torch.float8_e5m2,
         torch.float8_e5m2fnuz,
         torch.int8,
+        torch.int32,
     )
 }
 MODEL_DTYPES = frozenset({torch.float32, torch.bfloat16, torch.float16})

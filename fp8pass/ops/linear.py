@@ -53,9 +53,20 @@ def spread_scale(scale: torch.Tensor, group: GroupShape, shape: torch.Size) -> t
 
 def product_of_codes(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """``a @ b`` in float32: of int8 codes the exact sum, rounded once."""
-    if a.dtype == b.dtype == torch.int8:
+    if b.dtype == torch.int8:  # a may be codes less a zero point, whole numbers in float32
         return torch.mm(a.to(torch.float64), b.to(torch.float64)).to(torch.float32)
     return torch.mm(a.to(torch.float32), b.to(torch.float32))
+
+
+def corrected(a: torch.Tensor, b: torch.Tensor, zero: torch.Tensor, how: str) -> torch.Tensor:
+    """``(a @ b) - zero * sum(b)`` of int8 codes in float32, by the ``zero`` of a product's form."""
+    total = torch.mm(a.to(torch.float64), b.to(torch.float64))
+    if how == "float32":
+        sums = b.sum(0, keepdim=True).to(torch.float32)
+        return total.to(torch.float32) - zero.to(torch.float32) * sums
+    whole = torch.int32 if how == "int32" else torch.int64
+    sums = b.sum(0, keepdim=True, dtype=whole)
+    return (total.to(whole) - zero.to(whole) * sums).to(torch.float32)
 
 
 def scaled_product(
@@ -68,15 +79,22 @@ def scaled_product(
     act_key: str,
     weight_key: str,
     form: str,
+    zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The product as :class:`ProductForm` says: float32 throughout, one rounding at the end."""
     made = ProductForm.parse(form)
+    if (made.zero == "none") != (zero_point is None):
+        raise ValueError(f"form {form!r} and a zero point that is or is not given disagree")
+    zero = None if zero_point is None or zero_point.numel() == 1 else zero_point.reshape(-1, 1)
+    zero = zero_point if zero is None else zero
     left = []
     values = []
     for operand, codes, given, text in (("a", a, scale_a, act_key), ("b", b, scale_b, weight_key)):
         group = QuantKey.parse(text).scale.group
         scale = shaped_scale(given, group.name)
         blocks = group.name.startswith("group")
+        if operand == "a" and made.zero == "codes" and zero is not None:
+            codes = codes.to(torch.float32) - zero
         if blocks:
             scale = spread_scale(scale, group, codes.shape)
         if blocks or made.scales(operand):
@@ -85,6 +103,8 @@ def scaled_product(
             values.append(codes)
             left.append(scale)
     value = product_of_codes(*values)
+    if zero is not None and made.zero != "codes":
+        value = corrected(a, b, zero, made.zero)
     if len(left) == 2 and made.order == "joined":
         value = value * (left[0] * left[1])
     else:
@@ -107,6 +127,7 @@ def scaled_mm(
     use_fast_accum: bool,
     prepared: torch.Tensor | None,
     form: str = "",
+    zero_point: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The scaled product of two fp8 matrices, or of two int8 ones.
 
@@ -125,6 +146,8 @@ def scaled_mm(
         use_fast_accum: the product may be accumulated with less than float32.
         prepared: the weight copy made by :func:`fp8pass.prepare`, or None.
         form: ``str`` of a :class:`fp8pass.ops.product_form.ProductForm`.
+        zero_point: that of ``a``, if the form has one: one element or ``[M, 1]``, int8, int32,
+            int64 or float32; ``x ~ (a - zero_point) * scale_a``.
 
     Returns:
         contiguous ``[M, N]``: product, scales and bias in float32, one rounding. The product of
@@ -132,8 +155,11 @@ def scaled_mm(
 
     Raises:
         OptionError: a key or a form that is not known.
+        ValueError: the form has a zero point and none is given, or the reverse.
     """
-    return scaled_product(a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form)
+    return scaled_product(
+        a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form, zero_point
+    )
 
 
 def fake_scaled_mm(
@@ -192,14 +218,29 @@ def _other_forms(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
             bias = torch.randn(n, generator=generator).to(torch.bfloat16)
             out = torch.bfloat16
             yield a, b.t(), scale_a, scale_b, bias, out, act, weight, False, None, form
+    act, weight = "int8/dynamic/token/asym", "int8/static/channel"
+    for form in ("none,ab,int32", "none,ba,int64", "none,joined,float32", "none,ab,codes",
+                 "both,ab,codes"):  # fmt: skip
+        for rows, dtype in (((m, 1), torch.int32), ((), torch.int8), ((m, 1), torch.float32)):
+            a, b = (
+                torch.randint(-128, 128, (size, k), generator=generator).to(torch.int8)
+                for size in (m, n)
+            )
+            scale_a = torch.rand(m, 1, generator=generator) + 0.01
+            scale_b = torch.rand(1, n, generator=generator) + 0.01
+            zero = torch.randint(-128, 128, rows, generator=generator).to(dtype)
+            out = torch.float32
+            yield (
+                a, b.t(), scale_a, scale_b, None, out, act, weight, False, None, form, zero
+            )  # fmt: skip
 
 
 SCALED_MM = register(
     OpSpec(
         "scaled_mm",
         "(Tensor a, Tensor b, Tensor scale_a, Tensor scale_b, Tensor? bias, ScalarType out_dtype,"
-        " str act_key, str weight_key, bool use_fast_accum, Tensor? prepared, str form='')"
-        " -> Tensor",
+        " str act_key, str weight_key, bool use_fast_accum, Tensor? prepared, str form='',"
+        " Tensor? zero_point=None) -> Tensor",
         scaled_mm,
         fake_scaled_mm,
         _inputs,

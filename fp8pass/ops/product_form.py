@@ -19,16 +19,23 @@ class ProductForm:
             ``a``, ``b`` or ``both``. An operand with a scale per block always is.
         order: how the product is multiplied by the scales that are left: ``ab`` (that of ``a``
             first), ``ba``, or ``joined`` (by the product of both scales).
+        zero: how the zero point of ``a`` is taken from the product, ``none`` without one.
+            ``int32`` and ``int64``: ``(a @ b) - zero * sum(b)`` in integers of that width, then
+            made float32; ``float32``: both made float32 first; ``codes``: ``(a - zero) @ b``,
+            the difference in float32.
     """
 
     operands: str = "none"
     order: str = "ab"
+    zero: str = "none"
 
     OPERANDS: ClassVar = ("none", "a", "b", "both")
     ORDERS: ClassVar = ("ab", "ba", "joined")
+    ZEROS: ClassVar = ("none", "int32", "int64", "float32", "codes")
 
     def __str__(self) -> str:
-        return f"{self.operands},{self.order}"
+        end = "" if self.zero == "none" else f",{self.zero}"
+        return f"{self.operands},{self.order}{end}"
 
     def scales(self, operand: str) -> bool:
         """Whether ``operand`` (``"a"`` or ``"b"``) is scaled before the product."""
@@ -45,9 +52,13 @@ class ProductForm:
         if not text:
             return ProductForm()
         parts = text.split(",")
-        if len(parts) != 2:
-            raise OptionError(f"product form {text!r} does not have 2 parts")
-        return ProductForm(
+        if len(parts) not in (2, 3):
+            raise OptionError(f"product form {text!r} does not have 2 parts, or 3")
+        form = ProductForm(
             pick(parts[0], ProductForm.OPERANDS, "scaled operands"),
             pick(parts[1], ProductForm.ORDERS, "order of scales"),
+            pick(parts[2], ProductForm.ZEROS, "zero point") if parts[2:] else "none",
         )
+        if form.zero in ("int32", "int64", "float32") and form.operands != "none":
+            raise OptionError(f"product form {text!r} corrects a product of scaled operands")
+        return form

@@ -21,6 +21,11 @@ class QuantForm:
     ``q = clamp(x.to(compute) / scale, lo, hi).to(dtype)``; for int8 the quotient is rounded to the
     nearest integer first, ties to even.
 
+    With a zero point (int8 alone) ``q = clamp(round(x / scale) + zero, lo, hi)``, and a dynamic
+    scale comes from ``span = max - min`` of each group instead of ``amax``; the zero point is
+    ``lo - min / scale``, rounded. Scale and zero point then travel as one float32 tensor whose last
+    dim has the two.
+
     A dynamic scale comes from ``amax``, the largest ``|x|`` of each group, which is exact in every
     dtype. With ``amax' = max(min(amax, ceiling), floor_value)`` (as far as the form has them), all
     in ``scale_dtype``:
@@ -52,6 +57,12 @@ class QuantForm:
             ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``.
         layout: strides of the scale of a ``group<n>``: ``row`` (contiguous), ``col`` (column-major,
             ``(1, M)``) or ``tma`` (column-major, columns a multiple of 4 rows apart).
+        zero: ``none``; ``given`` (with a given scale); ``lo_round``: ``lo - round(min / scale)``;
+            ``round_lo``: ``round(lo - min / scale)``; both in the dtype of the scale.
+        zero_at: ``after`` the quotient was rounded the zero point is added to it, or ``before``.
+        zero_clamp: whether the zero point is clamped to ``[lo, hi]``: ``none`` or ``codes``.
+        zero_dtype: dtype that a computed zero point is converted to before it is added.
+        span: ``values``, or ``zero``: min and max are those of the values and of 0.
     """
 
     dtype: torch.dtype
@@ -68,6 +79,11 @@ class QuantForm:
     ceiling: float = math.inf
     power: str = "none"
     layout: str = "row"
+    zero: str = "none"
+    zero_at: str = "after"
+    zero_clamp: str = "none"
+    zero_dtype: torch.dtype = torch.float32
+    span: str = "values"
 
     GRANULARITIES: ClassVar = ("tensor", "token", "group<n>")
     SCALES: ClassVar = ("given", "div", "mul", "inverse")
@@ -83,6 +99,11 @@ class QuantForm:
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
     POWERS: ClassVar = ("none", "ceil", "floor")
     LAYOUTS: ClassVar = ("row", "col", "tma")
+    ZEROS: ClassVar = ("none", "given", "lo_round", "round_lo")
+    ZERO_PLACES: ClassVar = ("after", "before")
+    ZERO_CLAMPS: ClassVar = ("none", "codes")
+    ZERO_DTYPES: ClassVar = ("float32", "bfloat16", "float16", "int32", "int8")
+    SPANS: ClassVar = ("values", "zero")
 
     @property
     def static(self) -> bool:
@@ -105,10 +126,17 @@ class QuantForm:
         when = "static" if self.static else "dynamic"
         group = self.group
         name = self.granularity if group is None else f"group1x{group}"
-        return f"{NAMES[self.dtype]}/{when}/{name}"
+        return f"{NAMES[self.dtype]}/{when}/{name}{'/asym' if self.asymmetric else ''}"
+
+    @property
+    def asymmetric(self) -> bool:
+        """Whether there is a zero point."""
+        return self.zero != "none"
 
     def scale_shape(self, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The shape of the scale for a value of ``shape``."""
+        """The shape of the scale (with the zero point, if any) for a value of ``shape``."""
+        if self.asymmetric:
+            return (2,) if self.granularity == "tensor" else (*shape[:-1], 2)
         if self.granularity == "tensor":
             return ()
         group = self.group
@@ -171,6 +199,7 @@ class QuantForm:
         )
         if (form.scale == "inverse") != (form.apply == "mul_inverse"):
             raise OptionError(f"quantise form {text!r} mixes an inverse scale with a dequant scale")
+        _check_zero(text, form)
         return form
 
 
@@ -194,9 +223,39 @@ def _parse_extras(text: str, parts: list[str]) -> dict[str, Any]:
             found[name] = pick(value, QuantForm.POWERS, "power")
         elif name == "layout":
             found[name] = pick(value, QuantForm.LAYOUTS, "layout")
+        elif name == "zero":
+            found[name] = pick(value, QuantForm.ZEROS, "zero point")
+        elif name == "zero_at":
+            found[name] = pick(value, QuantForm.ZERO_PLACES, "place of the zero point")
+        elif name == "zero_clamp":
+            found[name] = pick(value, QuantForm.ZERO_CLAMPS, "clamp of the zero point")
+        elif name == "zero_dtype":
+            found[name] = DTYPES[pick(value, QuantForm.ZERO_DTYPES, "dtype of the zero point")]
+        elif name == "span":
+            found[name] = pick(value, QuantForm.SPANS, "span")
         else:
             raise OptionError(f"quantise form {text!r} has the unknown part {part!r}")
     return found
+
+
+def _check_zero(text: str, form: QuantForm) -> None:
+    """A zero point goes with int8, one scale or one per row, and few of the other parts."""
+    if not form.asymmetric:
+        if form.zero_at != "after" or form.zero_clamp != "none" or form.span != "values":
+            raise OptionError(f"quantise form {text!r} says how a zero point is made, without one")
+        return
+    fits = (
+        form.dtype == torch.int8
+        and form.group is None
+        and form.compute == torch.float32
+        and form.scale in ("given", "div", "mul")
+        and form.floor in ("none", "scale", "scale_add")
+        and (form.ceiling, form.power, form.layout) == (math.inf, "none", "row")
+        and (form.zero == "given") == form.static
+        and (form.zero_dtype != torch.int8 or form.zero_clamp == "codes")
+    )
+    if not fits:
+        raise OptionError(f"quantise form {text!r} has parts that do not go with a zero point")
 
 
 def static_form(dtype: torch.dtype = torch.float8_e4m3fn) -> QuantForm:

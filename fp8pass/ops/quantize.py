@@ -11,6 +11,7 @@ import torch
 
 from fp8pass.ops.forms import QuantForm, dynamic_form, static_form
 from fp8pass.ops.library import OpSpec, contiguous_like, nothing, register
+from fp8pass.ops.zero_point import quantize_affine
 
 SCHEMA = "(Tensor x, Tensor? scale, str form) -> (Tensor q, Tensor scale_out)"
 
@@ -94,6 +95,9 @@ def quantize_with(
     """The quantise of one value by a parsed form: contiguous codes, and the scale if dynamic."""
     if form.static != (scale is not None):
         raise ValueError(f"form {form} and scale {None if scale is None else 'given'} disagree")
+    if form.asymmetric:
+        q, pair = quantize_affine(x, scale, form)
+        return q, pair if scale is None else nothing(x, torch.float32)
     if scale is not None:
         return apply_scale(x, scale, form).contiguous(), nothing(x, torch.float32)
     if form.scale == "inverse":
@@ -144,13 +148,15 @@ def reference(
     Args:
         x: bf16, fp16 or fp32.
         scale: float32 dequant scale if ``form`` is static, else None: one element per tensor,
-            ``[..., 1]`` per token, ``[..., K / n]`` per group.
+            ``[..., 1]`` per token, ``[..., K / n]`` per group. With a zero point ``[2]`` or
+            ``[..., 2]``: the scale and the zero point as float32.
         form: ``str`` of a :class:`fp8pass.ops.forms.QuantForm`.
 
     Returns:
         ``(q, scale_out)``: contiguous codes of the shape of ``x``; the computed float32 scale,
         0-d per tensor, ``[..., 1]`` per token or ``[..., K / n]`` per group with the strides of the
-        form's layout, or an empty tensor if the scale was given.
+        form's layout, or an empty tensor if the scale was given. With a zero point ``[2]`` or
+        ``[..., 2]``, as it is given.
 
     Raises:
         OptionError: ``form`` is not in the closed list.
@@ -177,6 +183,10 @@ def random_activation(
 
 
 QUANT_FORMS = (str(static_form()), str(dynamic_form("token")), str(dynamic_form("tensor")))
+_AFFINE = replace(
+    dynamic_form("tensor"), dtype=torch.int8, qmax=255.0, lo=-128.0, hi=127.0, floor="scale",
+    floor_value=1e-5, zero="lo_round",
+)  # fmt: skip
 #: Forms beyond the usual ones, for widths that are a multiple of 32.
 MORE_QUANT_FORMS = tuple(
     str(form)
@@ -194,6 +204,12 @@ MORE_QUANT_FORMS = tuple(
         replace(static_form(), dtype=torch.int8, qmax=127.0, lo=-128.0, hi=127.0),
         replace(static_form(), granularity="token"),
         replace(static_form(), granularity="group16"),
+        replace(_AFFINE, scale="given", zero="given", floor="none", floor_value=0.0),
+        _AFFINE,
+        replace(_AFFINE, granularity="token", zero="round_lo", zero_clamp="codes", zero_at="before",
+                zero_dtype=torch.int8, span="zero", apply="mul_recip"),
+        replace(_AFFINE, granularity="token", scale_dtype=torch.bfloat16, span="zero",
+                zero_clamp="codes", zero_dtype=torch.int32, floor="scale_add"),
     )
 )  # fmt: skip
 
@@ -205,7 +221,10 @@ def random_scale(
     parsed = QuantForm.parse(form)
     if not parsed.static:
         return None
-    return torch.rand(parsed.scale_shape(shape), generator=generator) + 0.01
+    scale = torch.rand(parsed.scale_shape(shape), generator=generator) + 0.01
+    if parsed.asymmetric:
+        scale[..., 1] = (scale[..., 1] * 200 - 100).round()
+    return scale
 
 
 def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:

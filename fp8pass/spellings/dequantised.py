@@ -17,6 +17,7 @@ from torch import fx
 from fp8pass.ops.forms import MODEL_DTYPES
 from fp8pass.ops.product_form import ProductForm
 from fp8pass.quant_key import FP8_DTYPES, dtype_name
+from fp8pass.spellings.integer_product import read_integers
 from fp8pass.spellings.operands import CODES, Operand, codes_behind, read_operand
 from fp8pass.spellings.walk import (
     VIEWS,
@@ -98,19 +99,16 @@ def match_dequantised(product: fx.Node) -> DequantisedMatch | str:
     value = tensor(product)
     if value is None:
         return "the graph does not know its shapes"
-    start = product
+    start, how = product, "none"
     if is_call(product, INT_MM):
-        a, b = Operand(a_node), Operand(b_node)
+        whole = read_integers(product)
+        if isinstance(whole, str):
+            return whole
+        a, b = Operand(whole.a, zero=whole.zero), Operand(b_node)
         why = _integers(product, a, b)
         if why:
             return why
-        after = only_user(product)
-        if after is None or cast_to(after) != torch.float32:
-            return (
-                "its int32 sum is not converted to float32 alone: a zero point's correction, or a"
-                " rounding before the scales"
-            )
-        start = after
+        start, how = whole.start, whole.how
     else:
         if product.kwargs:
             return "it scales its summands (alpha, beta)"
@@ -127,7 +125,14 @@ def match_dequantised(product: fx.Node) -> DequantisedMatch | str:
             which = "first" if first is None else "second"
             return f"how its {which} operand is made of codes and a scale is not known"
         a, b = first, second
-    return match_epilogue(product, start, a, b, bias)
+        if a.zero is not None:
+            how = "codes"
+            if bias is not None or _integers(product, a, b):
+                return _integers(product, a, b) or "a bias is added to it inside the product"
+    found = match_epilogue(product, start, a, b, bias)
+    if isinstance(found, DequantisedMatch) and how != "none":
+        found.form = replace(found.form, zero=how)
+    return found
 
 
 def _integers(product: fx.Node, a: Operand, b: Operand) -> str:
@@ -251,6 +256,8 @@ class _Walk:
             return False
         pad = self.a.codes
         if not is_call(pad, aten.constant_pad_nd.default) or self.a.moves or self.a.scale:
+            return False
+        if self.a.zero is not None:  # it has the padded rows
             return False
         inside, cut = tensor(pad.args[0]), tensor(user)
         sizes: Any = pad.args[1]
@@ -383,7 +390,7 @@ def keys_of(found: DequantisedMatch) -> tuple[str, str]:
         when = "static" if given else "dynamic"
     weight = "tensor" if found.scale_b is None else found.scale_b[1]
     return (
-        f"{dtype_name(found.act_dtype)}/{when}/{kind}",
+        f"{dtype_name(found.act_dtype)}/{when}/{kind}{'' if found.a.zero is None else '/asym'}",
         f"{dtype_name(found.weight_dtype)}/static/{weight}",
     )
 

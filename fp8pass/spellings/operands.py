@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from fp8pass.quant_key import FP8_DTYPES
+from fp8pass.spellings.integer_product import zero_of_rows
 from fp8pass.spellings.walk import (
     MUL,
     VIEWS,
@@ -50,6 +51,7 @@ class Operand:
         group: for a scale: ``tensor``, ``vector`` (one per row of ``a`` or column of ``b``) or
             ``(rows, columns)`` of a block of the operand.
         transposed: the scale's two dims are those of the transposed operand.
+        zero: what is subtracted from int8 codes first (of ``a`` alone), or None.
     """
 
     codes: fx.Node
@@ -57,6 +59,7 @@ class Operand:
     scale: fx.Node | None = None
     group: str | tuple[int, int] = ""
     transposed: bool = False
+    zero: fx.Node | None = None
 
 
 def codes_behind(node: Any) -> fx.Node | None:
@@ -68,6 +71,10 @@ def codes_behind(node: Any) -> fx.Node | None:
             return node
         if cast_to(node) is not None or is_call(node, *MOVES, aten.expand.default):
             node = node.args[0]
+        elif is_call(node, aten.sub.Tensor) and len(node.args) == 2 and not node.kwargs:
+            node = node.args[0]  # codes less a zero point
+            if dtype_of(codes_behind(node)) != torch.int8:
+                return None
         elif is_call(node, *MUL):
             found = [codes_behind(arg) for arg in node.args[:2]]
             known = [codes for codes in found if codes is not None]
@@ -98,9 +105,14 @@ def read_operand(node: Any, side: str) -> Operand | None:
     scale: fx.Node | None = None
     multiplied: fx.Node | None = None
     outer = 0
+    zero: fx.Node | None = None
     while True:
         codes = _codes_of(node)
         if codes is not None:
+            break
+        less = _less_zero(node) if side == "a" else None
+        if less is not None:
+            codes, zero = less
             break
         if is_call(node, *MOVES):
             moves.append(node)
@@ -118,12 +130,42 @@ def read_operand(node: Any, side: str) -> Operand | None:
         else:
             return None
     inner_first = tuple(reversed(moves))
+    if zero is not None and not _keeps_rows(zero, moves):
+        return None
     if multiplied is None or scale is None:
-        return Operand(codes, inner_first)
+        return Operand(codes, inner_first, zero=zero)
     found = _scale(scale, multiplied, moves[:outer], side)
     if found is None:
         return None
-    return Operand(codes, inner_first, *found)
+    return Operand(codes, inner_first, *found, zero=zero)
+
+
+def _keeps_rows(zero: fx.Node, moves: list[fx.Node]) -> bool:
+    """Whether the rows of a zero point are still those of the matrix after ``moves``."""
+    held = tensor(zero)
+    if held is None or one_element(held):
+        return held is not None
+    for move in moves:
+        before, after = tensor(move.args[0]), tensor(move)
+        if is_call(move, *_COPIES):
+            continue
+        if not is_call(move, *VIEWS) or before is None or after is None or after.dim() < 2:
+            return False
+        if not same(before.shape[-1], after.shape[-1]):
+            return False
+    return True
+
+
+def _less_zero(node: Any) -> tuple[fx.Node, fx.Node] | None:
+    """``(codes, zero point)`` of ``codes.float() - zero`` with a zero point of its rows."""
+    if not is_call(node, aten.sub.Tensor) or len(node.args) != 2 or node.kwargs:
+        return None
+    codes, zero, value = _codes_of(node.args[0]), node.args[1], tensor(node)
+    if codes is None or dtype_of(codes) != torch.int8 or dtype_of(node) != torch.float32:
+        return None
+    if value is None or not isinstance(zero, fx.Node) or not zero_of_rows(zero, value):
+        return None
+    return codes, zero
 
 
 def _scale(

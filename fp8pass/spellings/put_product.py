@@ -10,9 +10,11 @@ from torch import fx
 from fp8pass.ops.product_form import ProductForm
 from fp8pass.spellings.dequantised import DequantisedMatch, keys_of
 from fp8pass.spellings.operands import Operand
-from fp8pass.spellings.walk import VIEWS, aten, is_call, same, val
+from fp8pass.spellings.put_zero_point import clamped_zero
+from fp8pass.spellings.walk import VIEWS, aten, is_call, one_element, same, val
 from fp8pass.workbench import Workbench
 
+_CONVERT = torch.ops.prims.convert_element_type.default
 _SAME_MEMORY = (aten.clone.default, aten.alias.default)
 
 
@@ -36,6 +38,8 @@ def put_dequantised(bench: Workbench, found: DequantisedMatch) -> tuple[fx.Node,
         )  # fmt: skip
         if form:
             args = (*args, form)
+        if found.a.zero is not None:
+            args = (*args, _zero(bench, found.a.zero, root))
         sizes = (val(a).shape[0], val(b).shape[1])
         value = bench.fresh(val(root), sizes, found.out_dtype)
         node = bench.call(torch.ops.fp8pass.scaled_mm.default, args, root, value)
@@ -87,6 +91,16 @@ def _scale(
     if value.dim() > 2:  # one per block, with dims of size one beside those of the blocks
         scale = _reshape(bench, scale, [-1, value.shape[-2]], like)
     return bench.call(aten.permute.default, (scale, [1, 0]), like) if transposed else scale
+
+
+def _zero(bench: Workbench, zero: fx.Node, like: fx.Node) -> fx.Node:
+    """A zero point of one element, or as ``[M, 1]``."""
+    value = val(zero)
+    if value.dtype != torch.int8 and clamped_zero(zero):  # fits, and more kernels take it
+        zero = bench.call(_CONVERT, (zero, torch.int8), like)
+    if one_element(value) or (value.dim() == 2 and same(value.shape[1], 1)):
+        return zero
+    return _reshape(bench, zero, [-1, 1], like)
 
 
 def _reshape(bench: Workbench, node: fx.Node, sizes: list[int], like: fx.Node) -> fx.Node:

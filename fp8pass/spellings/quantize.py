@@ -26,6 +26,7 @@ from fp8pass.spellings.scale import (
     bound,
     dequant_scale,
     inverse_scale,
+    is_zero,
     peel,
     reciprocal_of,
 )
@@ -50,7 +51,7 @@ from fp8pass.spellings.walk import (
 
 #: How far the climb goes that looks for x among the ancestors of a scale.
 _FAR = 200
-_ROUND = (aten.round.default,)
+ROUND = (aten.round.default,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ class QuantMatch:
     """One quantise: ``root`` is the node of the codes, ``scale`` the node of the dequant scale.
 
     ``split`` is the view of ``x`` that splits its last dim into groups, None without groups;
-    ``codes_split`` whether the codes have the shape of the split.
+    ``codes_split`` whether the codes have the shape of the split. ``zero`` is the node of the zero
+    point, None without one.
     """
 
     root: fx.Node
@@ -67,6 +69,7 @@ class QuantMatch:
     form: QuantForm
     split: fx.Node | None = None
     codes_split: bool = False
+    zero: fx.Node | None = None
 
 
 def is_fp8_cast(node: Any) -> bool:
@@ -81,12 +84,24 @@ def is_int8_cast(node: Any) -> bool:
     inner = node.args[0]
     for _ in range(6):  # a clamp of two sides, a zero point, a cast of each kind
         inner = peel_views(inner)
-        if is_call(inner, *_ROUND):
-            return dtype_of(inner) in MODEL_DTYPES
+        if is_call(inner, *ROUND):
+            # lo - x / scale is a zero point
+            return dtype_of(inner) in MODEL_DTYPES and not _from_a_number(inner.args[0])
         if not is_call(inner, *_CLAMPS, *ADD, aten.sub.Tensor) and cast_to(inner) is None:
             return False
-        inner = inner.args[0]
+        if _from_a_number(inner):
+            return False
+        second = peel_views(inner.args[1]) if is_call(inner, aten.add.Tensor) else None
+        inner = second if is_call(second, *ROUND) else inner.args[0]
     return False
+
+
+def _from_a_number(node: Any) -> bool:
+    """Whether ``node``, below clamps, is a number less something."""
+    node = peel_views(node)
+    while is_call(node, *_CLAMPS):
+        node = peel_views(node.args[0])
+    return is_call(node, aten.sub.Tensor) and scalar(node.args[0]) is not None
 
 
 def is_quantise_cast(node: Any) -> bool:
@@ -136,16 +151,22 @@ def _unrounded(node: Any) -> tuple[Any, float, float] | None:
 
     With whole bounds the order makes no difference, since rounding is monotone.
     """
-    if is_call(node, *_ROUND):
+    if is_call(node, *ROUND):
         found = _clamped(peel_views(node.args[0]))
         if found is None or found[1] % 1 or found[2] % 1:
             return None
         return found
     found = _clamped(node)
-    inner = None if found is None else peel_views(found[0])
-    if found is None or not is_call(inner, *_ROUND):
+    inner = None if found is None else _without_zeros(peel_views(found[0]))
+    if found is None or not is_call(inner, *ROUND):
         return None
     return inner.args[0], found[1], found[2]
+
+
+def _without_zeros(node: Any) -> Any:
+    """x of ``x + 0``: the zero point of a symmetric quantise, where it is written."""
+    found = commuted(node, (aten.add.Tensor,), is_zero)
+    return node if found is None else peel_views(found[1])
 
 
 def _applied(node: Any) -> tuple[fx.Node, fx.Node, str] | None:
@@ -229,7 +250,7 @@ def _rows_of(scale: torch.Tensor, value: torch.Tensor) -> bool:
 def _limits(dtype: torch.dtype, lo: float, hi: float) -> bool:
     """Whether a clamp to [lo, hi] is one of codes of ``dtype``."""
     if dtype == torch.int8:
-        return hi == 127.0 and lo in (-127.0, -128.0)
+        return (lo, hi) in ((-128.0, 127.0), (-127.0, 127.0), (-64.0, 63.0))
     return lo == -hi and hi <= float(torch.finfo(dtype).max)
 
 
@@ -239,7 +260,9 @@ def _read(root: fx.Node) -> QuantMatch | str:
     assert dtype is not None
     clamp = _unclamped(root)
     if clamp is None and dtype == torch.int8:
-        return "the number is not x / scale, rounded and clamped (a zero point is not read)"
+        return (
+            "the number is not x / scale, rounded and clamped, with or without a zero point added"
+        )
     if clamp is None:
         return "there is no clamp before it, so an overflow differs between versions of torch"
     quotient, lo, hi = clamp
@@ -380,6 +403,10 @@ def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
     return _unclamped(cast)
 
 
+# What the reader of zero points (:mod:`fp8pass.spellings.zero_point`) reads with.
+applied, clamped, depends, rows_of = _applied, _clamped, _depends, _rows_of
+
+
 def divided(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """``(x, scale)`` for ``x / scale``."""
     found = _applied(node)
@@ -392,7 +419,7 @@ def match_quantize(root: fx.Node) -> QuantMatch | Verdict:
     Not read, because their numbers are not those of a known form: no clamp before the cast (an
     overflow differs between versions of torch), a scale that is not float32, a scale with several
     elements that is computed from x in an unknown way, a clamp that is not symmetric or reaches
-    past the largest code, a zero point.
+    past the largest code. Zero points are read in :mod:`fp8pass.spellings.zero_point`.
     """
     found = _read(root)
     if isinstance(found, str):

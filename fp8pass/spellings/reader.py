@@ -25,7 +25,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
-from fp8pass.spellings.dequantised import INT_MM, DequantisedMatch
+from fp8pass.spellings.dequantised import DequantisedMatch
 from fp8pass.spellings.library_ops import (
     LibraryOp,
     LinearMatch,
@@ -35,6 +35,7 @@ from fp8pass.spellings.library_ops import (
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.put_product import put_dequantised
+from fp8pass.spellings.put_zero_point import given_pair, put_pair
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
 from fp8pass.spellings.walk import (
@@ -74,7 +75,7 @@ def touches_fp8(graph: fx.Graph) -> bool:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node) or is_int8_cast(node) or is_call(node, INT_MM):
+        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node):
             return True
     return False
 
@@ -94,6 +95,8 @@ class Reader:
         self.unread: list[tuple[str, fx.Node, Verdict]] = []
         #: scales that were computed -> what took their uses
         self._scales: dict[fx.Node, fx.Node] = {}
+        #: given scales with their zero points -> both in one tensor
+        self._pairs: dict[tuple[fx.Node, fx.Node], fx.Node] = {}
 
     # ---- the three passes --------------------------------------------------------------------
 
@@ -348,10 +351,15 @@ class Reader:
         base, views = _look_through(found)
         form = str(found.form)
         scale = found.scale if found.form.static else None
+        if scale is not None and found.zero is not None:
+            scale = self._pair(found.root, scale, found.zero)
         bench, graph = self.bench, self.bench.graph
         last = found.root
         if scale is None and bench._order.get(found.scale, 0) > bench._order.get(last, 0):
             last = found.scale
+        if scale is None and found.zero is not None:
+            order = bench._order.get
+            last = max(last, found.zero, key=lambda node: order(node, 0))
         value = self._quantise_value(found, base, viewed=bool(views))
         with graph.inserting_after(last):
             node = bench.call(_ops.quantize.default, (base, scale, form), found.root, value)
@@ -371,11 +379,21 @@ class Reader:
             draft.swaps.append(self._swap_viewed(found.scale, scale_out, views, count, split))
         elif scale is None:
             per_token = found.form.granularity == "token"
+            if found.zero is not None:
+                scale_out, zero = put_pair(bench, scale_out, found)
+                again = views if per_token else []
+                draft.swaps.append(self._swap_viewed(found.zero, zero, again, 1, None))
             draft.swaps.append(
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], 1, None)
             )
         if scale is None:
             self._scales.setdefault(found.scale, draft.swaps[-1].new)
+
+    def _pair(self, root: fx.Node, scale: fx.Node, zero: fx.Node) -> fx.Node:
+        """A given scale and zero point in one tensor; the same one for the same two."""
+        if (scale, zero) not in self._pairs:
+            self._pairs[scale, zero] = given_pair(self.bench, root, scale, zero)
+        return self._pairs[scale, zero]
 
     def _with_producer(self, cast: fx.Node, found: QuantMatch) -> QuantMatch:
         """``found`` after its source was read, if that is something read only where quantised."""
@@ -398,7 +416,10 @@ class Reader:
         codes, scale, x = val(found.root), val(found.scale), val(base)
         if viewed:
             codes = self.bench.fresh(x, x.shape, codes.dtype)
-        if found.form.static:
+        if found.form.static or found.zero is not None:
+            if not found.form.static:
+                pair = found.form.scale_shape(tuple(x.shape))
+                return codes, self.bench.fresh(x, pair, torch.float32)
             return codes, self.bench.fresh(x, (0,), torch.float32)
         shape = found.form.scale_shape(tuple(x.shape))
         if not viewed and len(shape) == scale.dim():

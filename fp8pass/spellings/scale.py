@@ -21,6 +21,7 @@ from fp8pass.spellings.walk import (
     ADD,
     DIV,
     MUL,
+    VIEWS,
     argument,
     aten,
     cast_to,
@@ -198,10 +199,28 @@ def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
             b = b.args[0]
         else:
             continue
+        # bounded by zero, as torchao has them: the largest |x| all the same
+        a = _bounded_by_zero(a, aten.maximum.default)
+        b = _bounded_by_zero(b, aten.minimum.default)
         high, low = _reduced(a, _MAX), _reduced(b, _MIN)
         if high is not None and high == low:
             return peel(high[0]), high[0], high[1], True
     return None
+
+
+def _bounded_by_zero(node: Any, op: Any) -> Any:
+    """x of ``op(x, 0)``; ``node`` itself if it is something else."""
+    found = commuted(node, (op,), is_zero)
+    return node if found is None else found[1]
+
+
+def is_zero(node: Any) -> bool:
+    """Whether ``node`` holds zeros alone, whatever its shape and dtype."""
+    while is_call(node, *VIEWS) or cast_to(node) is not None:
+        node = node.args[0]
+    if is_call(node, aten.full.default):
+        return isinstance(node.args[1], (int, float)) and float(node.args[1]) == 0.0
+    return scalar(node) == 0.0
 
 
 def _to_scale_dtype(node: Any, dtype: torch.dtype) -> Any:
@@ -332,3 +351,8 @@ def reciprocal_of(node: Any) -> fx.Node | None:
     if is_call(node, aten.reciprocal.default) and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
+
+
+# What the reader of zero points (:mod:`fp8pass.spellings.zero_point`) reads with.
+clamps_on, plus_number, arithmetic_of, scaled_by = _clamps, _added, _arithmetic, _constant
+reduced, MAXIMA, MINIMA = _reduced, _MAX, _MIN

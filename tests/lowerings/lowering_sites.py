@@ -90,6 +90,9 @@ def operands(
     }
     if p.bias is not None:
         out["bias"] = randn(p.n).to(p.bias)
+    if p.zero_dtype is not None:
+        zero = torch.arange(m, device=device)[:, None] * 7 % 200 - 100
+        out["zero"] = zero.to(p.zero_dtype)
     if p.prepared:
         out["prepared"] = randn(p.n, p.k).to(torch.bfloat16)
     return out
@@ -125,7 +128,7 @@ def build(
     for _ in range(copies):
         site = EmitSite(
             nodes["a"], nodes["b"], nodes["scale_a"], nodes["scale_b"], nodes.get("bias"),
-            nodes.get("prepared"), p.out_dtype, p, target, numerics, val,
+            nodes.get("prepared"), p.out_dtype, p, target, numerics, val, nodes.get("zero"),
         )  # fmt: skip
         with graph.inserting_before(output):
             results.append(emit(graph, site))

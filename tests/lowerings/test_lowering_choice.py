@@ -21,6 +21,7 @@ from fp8pass.lowerings import (
     register,
     unregister,
 )
+from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.options import Options
 from fp8pass.problem import MRange
 from fp8pass.reasons import CATALOGUE, YES
@@ -175,6 +176,11 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 ROW = ("token", "channel")
 BLOCKS = ("group1x128", "group128x128")
 INT8 = (torch.int8, torch.int8)
+#: INT8 with a zero point
+ASYM = ("token/asym", "channel")
+ZERO: dict[str, object] = {
+    "dtypes": (torch.int8, torch.int8), "zero": "int32", "zero_dtype": torch.int32,
+}  # fmt: skip
 
 # kernel, target, (granularities, changes) that fail, code, words of the message, the control
 CONDITIONS = [
@@ -237,6 +243,23 @@ CONDITIONS = [
      ["overflow"], (ROW, {"dtypes": (torch.int8, torch.int8), "k": 2**17 - 1})),
     ("torch_int8_cpu", "cpu", ROW, {"dtypes": (torch.int8, torch.int8), "k": None}, "FP8-L017",
      ["not known"], None),
+    *(
+        (kernel, target, ASYM, {**ZERO, "dtypes": dtypes}, "FP8-L007", ["asym", "symmetric"], None)
+        for kernel, target, dtypes in (
+            ("cpu", "cpu", (F8, F8)), ("torch_row", "sm90", (F8, F8)),
+            ("torch_channel", "sm90", (F8, F8)), ("triton_skinny", "sm90", (F8, F8)),
+            ("triton_general", "sm90", (F8, F8)), ("vllm_cutlass", "sm90+vllm", (F8, F8)),
+        )
+    ),
+    ("torch_int8_cpu", "cpu", ("token", "channel/asym"), ZERO, "FP8-L007", ["asym"], (ASYM, ZERO)),
+    ("torch_int8_cpu", "cpu", ASYM, {**ZERO, "zero": "codes", "zero_dtype": F32}, "FP8-L007",
+     ["codes float32"], (ASYM, {**ZERO, "zero": "codes"})),
+    ("torch_int8_cpu", "cpu", ASYM, {**ZERO, "k": 2**16 + 2**9}, "FP8-L017", ["zero point"],
+     (ASYM, {**ZERO, "k": 2**16})),
+    ("torch_dequant", "cpu", ASYM, ZERO, "FP8-L007", ["int32 int32"],
+     (ASYM, {**ZERO, "zero_dtype": torch.int8})),
+    ("torch_dequant", "cpu", ASYM, {**ZERO, "zero": "float32"}, "FP8-L007", ["float32 int32"],
+     (ASYM, {**ZERO, "zero": "codes"})),
     ("torch_int8", "sm80", ROW, {"dtypes": (torch.int8, torch.int8), "m": 16}, "FP8-L014",
      ["17-", "16"], (ROW, {"dtypes": (torch.int8, torch.int8), "m": 17})),
     ("torch_int8", "sm80", ROW, {"dtypes": (torch.int8, torch.int8), "m": 17, "n": 12}, "FP8-L009",
@@ -365,7 +388,10 @@ CONDITIONS = [
          (ROW, {"dtypes": INT8, "m": None, "bias": F16, "out_dtype": F16}))
         for pair, changes, code, words in (
             (BLOCKS, {}, "FP8-L003", ["group128x128"]),
-            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ASYM, {**ZERO, "zero": "float32"}, "FP8-L007", ["float32 int32", "int32 int32"]),
+            (ASYM, {**ZERO, "zero": "int64", "zero_dtype": torch.int64}, "FP8-L007", ["int64"]),
+            (ASYM, {**ZERO, "k": 2**16 + 2**10}, "FP8-L017", ["overflow"]),
+            (("token", "channel/asym"), {}, "FP8-L007", ["asym"]),
             (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["e4m3fn"]),
             (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
             (ROW, {"out_dtype": F32}, "FP8-L007", ["float32"]),
@@ -519,6 +545,17 @@ def test_what_was_not_run_on_hardware_is_not_in_front() -> None:
         target = Target.parse(every.format(number))
         p = problem(*pair, target=target, k=256, n=128, use_fast_accum=True)
         assert winner(choose(target, p, DEFAULTS)) == expected
+
+
+def test_a_zero_point_is_never_part_of_a_plan_of_several_ranges() -> None:
+    """The operator of a plan has no operand for it; and a kernel that takes it is found."""
+    target = Target.parse("sm90+vllm")
+    p = problem(*ASYM, target=target, m=None, **ZERO)  # type: ignore[arg-type]
+    for options in (DEFAULTS, Options(prefer=("vllm_cutlass_int8",)), Options(self_check=True)):
+        choice = choose(target, p, options)
+        assert len(choice.plan) == 1 and choice.plan[0][0] == p.m
+        assert checked_plan(target, p, choice, options) == ""
+    assert winner(choose(target, p, Options(prefer=("vllm_cutlass_int8",)))) == "vllm_cutlass_int8"
 
 
 def test_prefer_falls_back_and_says_so() -> None:

@@ -41,6 +41,8 @@ SPECIAL = (
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 # golden name -> kernel, target, problem
+ASYM = ("token/asym", "channel")
+ZERO = {"dtypes": INT8, "zero": "int32", "zero_dtype": torch.int32}
 GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "cpu": ("cpu", "cpu", {"bias": BF16}, ROW),
     "cpu_prepared": ("cpu_prepared", "cpu", {"prepared": True}, ROW),
@@ -51,6 +53,7 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "vllm_cutlass": ("vllm_cutlass", "sm90+vllm", {"packed": False, "use_fast_accum": True}, ROW),
     "vllm_cutlass_block": ("vllm_cutlass_block", "sm90+vllm", {"k": 256, "n": 128}, BLOCKS),
     "vllm_cutlass_int8": ("vllm_cutlass_int8", "sm80+vllm", {"dtypes": INT8, "bias": BF16}, ROW),
+    "vllm_cutlass_int8_zero_point": ("vllm_cutlass_int8", "sm80+vllm", ZERO, ASYM),
     "deepgemm_block": (
         "deepgemm_block",
         "sm90+deepgemm",
@@ -73,9 +76,13 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_dequant_blocks": ("torch_dequant", "cpu", {"k": 200, "n": 72}, BLOCKS),
     "torch_int8": ("torch_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
     "torch_int8_cpu": ("torch_int8_cpu", "cpu", {"dtypes": INT8}, ("tensor", "tensor")),
+    "torch_int8_zero_point": ("torch_int8", "sm80", ZERO, ASYM),
+    "torch_dequant_zero_point": (
+        "torch_dequant", "sm80", {**ZERO, "zero": "codes", "zero_dtype": F32}, ASYM,
+    ),
     "torch_block": ("torch_block", "sm90", {"k": 512, "n": 128}, BLOCKS),
     "torch_channel_mixed_f32": ("torch_channel", "gfx942", {"out_dtype": F32}, ("token", "tensor")),
-}
+}  # fmt: skip
 
 
 def made(name: str, **more: Any) -> tuple[Built, ScaledMMProblem]:
@@ -193,6 +200,35 @@ def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: in
         expected = values["a"].float() @ values["b"].float() * scales[0] * scales[1]
         expected = expected if bias is None else expected + values["bias"].float()
         assert torch.equal(result, expected.to(out))
+
+
+@pytest.mark.parametrize("m", [0, 1, 17])
+@pytest.mark.parametrize(
+    ("how", "dtype"),
+    [
+        (how, dtype)
+        for how in ("int32", "int64", "float32", "codes")
+        for dtype in (torch.int8, torch.int32)
+    ]
+    + [("float32", F32), ("codes", F32)],
+    ids=str,
+)
+@pytest.mark.parametrize("kernel", ["torch_int8", "torch_dequant", "vllm_cutlass_int8"])
+def test_zero_points(kernel: str, how: str, dtype: torch.dtype, m: int) -> None:
+    """Every way to take one off, where the kernel takes it, against the generic operator."""
+    target = Target.parse("sm80")
+    p = problem(*ASYM, target=target, dtypes=INT8, zero=how, zero_dtype=dtype, m=32)
+    if not find(kernel).can_implement(target, p):
+        pytest.skip("refused: see test_lowering_choice")
+    values = operands(p, m, "cpu", seed=m)
+    built = build(find(kernel).emit, target, p, m=m, device="cpu")
+    got = Reference(built.module).run(*(values[name] for name in built.names))[0]
+    keys = str(p.activation), str(p.weight)
+    wanted = scaled_product(
+        values["a"], values["b"], values["scale_a"], values["scale_b"], None, BF16, *keys,
+        f"none,ab,{how}", values["zero"],
+    )  # fmt: skip
+    assert torch.equal(got, wanted)
 
 
 REFERENCES = [

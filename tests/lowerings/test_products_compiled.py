@@ -46,6 +46,12 @@ def integers(q: Tensor, w: Tensor, sa: Tensor, sb: Tensor) -> Tensor:
     return (torch._int_mm(q, w.t()).float() * sa * sb).to(BF16)
 
 
+def zero_point(q: Tensor, w: Tensor, sa: Tensor, sb: Tensor) -> Tensor:
+    zero = torch.round(sa * 100).to(torch.int32)
+    total = torch._int_mm(q, w.t()) - zero * w.sum(1, dtype=torch.int32)
+    return (total.float() * sa * sb).to(BF16)
+
+
 SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
     "rows": (rows, (codes(5, 32), codes(48, 32), scales(5, 1), scales(1, 48)), "cpu"),
     "sequences": (
@@ -61,6 +67,9 @@ SPELLINGS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...], str]] = {
     ),
     "integers": (
         integers, (int8(5, 32), int8(48, 32), scales(5, 1), scales(1, 48)), "torch_int8_cpu",
+    ),
+    "zero_point": (
+        zero_point, (int8(5, 32), int8(48, 32), scales(5, 1), scales(1, 48)), "torch_int8_cpu",
     ),
 }  # fmt: skip
 

@@ -25,8 +25,12 @@ def test_codes_times_scale_is_near_the_value(text: str, shape: tuple[int, ...]) 
     given = random_scale(generator, text, shape)
     q, made = quantize_with(x, given, form)
     scale = given if given is not None else made
+    zero = torch.zeros(())
+    if form.asymmetric:
+        scale, zero = scale[..., :1], scale[..., 1:]
+        assert torch.equal(zero, zero.round()) and (zero.abs() <= 128).all()
     wide = _per_value(scale.double(), form, shape[-1])
-    wanted = (x.double() / wide).clamp(form.lo, form.hi)
+    wanted = (x.double() / wide + zero).clamp(form.lo, form.hi)
     if form.dtype == torch.int8:
         assert ((q.double() - wanted).abs() <= 0.5001).all()
     else:

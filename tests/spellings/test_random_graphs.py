@@ -29,6 +29,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from models import distance
 from spell import ACTIVATIONS, LAYER_NORMS, MORE_QUANTS, NORMS, QUANTS, Quant
+from spell_zero_point import ZERO_PRODUCTS, ZERO_QUANTS
 from torch import fx
 
 import fp8pass
@@ -36,11 +37,13 @@ from fp8pass.spellings.quantize import is_quantise_cast
 
 Tensor = torch.Tensor
 H = 32
-ALL_QUANTS: dict[str, tuple[Quant, str]] = {**QUANTS, **MORE_QUANTS}
+ALL_QUANTS: dict[str, tuple[Quant, str]] = {**QUANTS, **MORE_QUANTS, **ZERO_QUANTS}
 TOKEN = tuple(name for name, (_, form) in ALL_QUANTS.items() if "token,float32" in form)
 #: quantises whose codes and scale a product of e4m3fn takes
-MULTIPLIED = (*QUANTS, *(n for n in TOKEN if not n.startswith(("fnuz", "int8"))))
+MULTIPLIED = (*QUANTS, *(n for n in TOKEN if not n.startswith(("fnuz", "int8", "zero"))))
 GEMMS = ("scaled_mm", "bias", "dequantised", "dequantised_first")
+#: the product of codes with a zero point in the place of each
+WITH_ZERO = dict(zip(GEMMS, ("int32", "float32", "codes", "int64"), strict=True))
 EXTRAS = ("value", "router", "float", "sum")
 VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
     "none": lambda y: y,
@@ -69,7 +72,7 @@ blocks = st.builds(
     eps=st.sampled_from([1e-5, 1e-6, 3e-5]),
     quants=st.lists(
         st.tuples(
-            st.sampled_from([*sorted(QUANTS), *sorted(MORE_QUANTS)]),
+            st.sampled_from([*sorted(QUANTS), *sorted(MORE_QUANTS), *sorted(ZERO_QUANTS)]),
             st.integers(0, 1),
             st.sampled_from(list(VIEWS)),
         ),
@@ -91,10 +94,19 @@ class Model:
         shape = (rows, H) if self.rank == 2 else (rows, 2, H)
         x, r = (values(*shape, dtype=self.dtype, seed=seed + i) for i in range(2))
         scales = (torch.tensor(0.017), torch.tensor(0.3))
-        return [x, r, vector(H, self.dtype), *scales, codes(H, H), torch.tensor(0.125)]
+        weights = codes(H, H), torch.tensor(0.125), codes(H, H, dtype=torch.int8, seed=3)
+        return [x, r, vector(H, self.dtype), *scales, *weights]
 
     def __call__(
-        self, x: Tensor, r: Tensor, w: Tensor, s0: Tensor, s1: Tensor, weight: Tensor, sw: Tensor
+        self,
+        x: Tensor,
+        r: Tensor,
+        w: Tensor,
+        s0: Tensor,
+        s1: Tensor,
+        weight: Tensor,
+        sw: Tensor,
+        whole: Tensor,
     ) -> tuple[Tensor, ...]:
         outputs: list[Tensor] = []
         for block in self.blocks:
@@ -115,6 +127,8 @@ class Model:
                 if block.product and view != "half" and name in MULTIPLIED:
                     given = (s0, s1)[scale]
                     outputs.append(self.product(block.product, name, made, given, weight, sw, w))
+                if block.product and view != "half" and name in ZERO_QUANTS:
+                    outputs.append(self.with_zero(block.product, made, whole, sw, w))
             for extra in block.extras:
                 if extra == "value":
                     outputs.append(y)
@@ -126,6 +140,15 @@ class Model:
                     outputs.append(y.float().sum(-1))
             x = y * 0.5
         return tuple(outputs) or (x,)
+
+    def with_zero(
+        self, spelling: str, made: tuple[Tensor, ...], weight: Tensor, sw: Tensor, bias: Tensor
+    ) -> Tensor:
+        q, scale, zero = made
+        shape = () if scale.numel() == 1 and scale.dim() != 2 else (-1, 1)
+        scale, zero = scale.reshape(shape), zero.reshape(shape)
+        product = ZERO_PRODUCTS[WITH_ZERO[spelling]][0]
+        return product(q.reshape(-1, H), scale, zero, weight, sw.expand(1, H), bias.bfloat16())
 
     def product(
         self,
@@ -166,16 +189,27 @@ models = st.builds(
 )
 
 
-_EPILOGUE = ("aten.view.default", "aten.mul.Tensor", "prims.convert_element_type.default")
+_EPILOGUE = (
+    "aten.view.default",
+    "aten.mul.Tensor",
+    "aten.sub.Tensor",
+    "aten.add.Tensor",
+    "prims.convert_element_type.default",
+)
 
 
 def is_product(node: Any) -> bool:
     """A product of codes: ``_scaled_mm``, or ``mm`` of codes that were made wide."""
     if "scaled_mm" in str(node.target):
         return True
+    if str(node.target) == "aten._int_mm.default":
+        return True
     if str(node.target) != "aten.mm.default":
         return False
-    source = node.args[0].args[0] if node.args[0].args else None
+    source = node.args[0]
+    if str(source.target) == "aten.sub.Tensor":  # codes less a zero point
+        source = source.args[0]
+    source = source.args[0] if source.args else None
     return isinstance(source, fx.Node) and source.meta["val"].dtype.itemsize == 1
 
 
@@ -238,7 +272,9 @@ def check_record(passed: Passed, stage: str) -> None:
     if stage == "joint":
         assert not passed.sites("scaled_mm") and remaining == received
     else:  # every product of the source is accounted for, and all of them have a kernel
-        assert len(passed.sites("scaled_mm", "lowered")) == ours == received == remaining
+        lowered = passed.sites("scaled_mm", "lowered")
+        assert len(lowered) == received == remaining
+        assert len([s for s in lowered if not s.kernel.startswith("torch_")]) == ours
         assert len(passed.sites("scaled_mm")) == received
     for site in passed.record.sites:
         assert site.code or site.status != "left", site

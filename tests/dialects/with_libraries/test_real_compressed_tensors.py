@@ -65,8 +65,14 @@ def test_compiled() -> None:
 
 
 @pytest.mark.parametrize("strategy", ["token", "tensor"])
-def test_fake_quantisation_is_left(strategy: str) -> None:
-    """The library's own forward multiplies in bf16: no FP8 product, nothing to fuse, no error."""
+@pytest.mark.parametrize(
+    ("kind", "symmetric"), [("float", True), ("int", True), ("int", False)], ids=str
+)
+def test_fake_quantisation_is_left(kind: str, symmetric: bool, strategy: str) -> None:
+    """The library's own forward multiplies in bf16: no product of codes, nothing to fuse, no error.
+
+    FP8, and INT8 with and without a zero point of the activation (W8A8).
+    """
     from compressed_tensors.quantization import (
         QuantizationArgs,
         QuantizationConfig,
@@ -74,12 +80,14 @@ def test_fake_quantisation_is_left(strategy: str) -> None:
         apply_quantization_config,
     )
 
-    kind = {"num_bits": 8, "type": "float", "symmetric": True}
+    bits = {"num_bits": 8, "type": kind}
     dynamic = strategy == "token"
     scheme = QuantizationScheme(
         targets=["Linear"],
-        weights=QuantizationArgs(**kind, strategy="tensor", dynamic=False),
-        input_activations=QuantizationArgs(**kind, strategy=strategy, dynamic=dynamic),
+        weights=QuantizationArgs(**bits, symmetric=True, strategy="tensor", dynamic=False),
+        input_activations=QuantizationArgs(
+            **bits, symmetric=symmetric, strategy=strategy, dynamic=dynamic
+        ),
     )
     model = nn.Sequential(nn.Linear(64, 48, dtype=torch.bfloat16))
     config = QuantizationConfig(config_groups={"all": scheme}, quantization_status="frozen")
