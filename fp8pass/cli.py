@@ -1,4 +1,4 @@
-"""The command ``fp8pass``: demo, compile, explain, coverage, env.
+"""The command ``fp8pass``: demo, compile, explain, coverage, targets, kernels, tune, env.
 
 Importing this file imports neither typer nor rich (extra ``cli``), nor torch; each command loads
 what it needs.
@@ -139,6 +139,10 @@ def build() -> "typer.Typer":
         Example: fp8pass coverage --family llama --family qwen3 --recipe dynamic --json out.json
         """
         _coverage(json, markdown, family or [], recipe or [])
+
+    from fp8pass.cli_kernels import add_commands
+
+    add_commands(application)
 
     @application.command()
     def env() -> None:

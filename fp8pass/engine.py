@@ -21,12 +21,23 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings import choose
+from fp8pass.lowerings.choice import narrowed
 from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
 from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
+from fp8pass.lowerings.to_weight_only import (
+    asks_here,
+    can_be_weight_only,
+    forget_products,
+    keeps_own_nodes,
+    removed,
+    rewritten_from,
+    to_weight_only,
+    wants_weight_only,
+)
 from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
 from fp8pass.patterns.rule import Fuel, RuleEngine, rules
@@ -37,6 +48,7 @@ from fp8pass.spellings.left import not_fused
 from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
+from fp8pass.tuning import session
 from fp8pass.workbench import Snapshot, Workbench, merge_common
 
 Stage = Literal["joint", "post", "all"]
@@ -133,14 +145,25 @@ class Run:
         if stage != "post":
 
             def takes(draft: Draft) -> Verdict:
-                choice = choose(target, problem_of(draft, target), self.options)
+                if wants_weight_only(self.options):
+                    here = narrowed(self.options, problem_of(draft, target), _path(draft))
+                    if asks_here(here):
+                        verdict = can_be_weight_only(draft, target, here)
+                        if verdict or here.force is not None:
+                            return fuel.take() if verdict else verdict
+                choice = choose(target, problem_of(draft, target), self.options, _path(draft))
                 return fuel.take() if choice.plan else choice.verdict
 
             self.rewrites += reader.split_linears(takes)
             reader.read_producers()
             reader.read_quantises()
-        if stage != "joint":
+        asked = stage != "post" and wants_weight_only(self.options)
+        if stage != "joint" or asked:
             reader.read_products()
+        if asked:
+            self.rewrites += to_weight_only(bench, reader, target, self.options, fuel)
+        if stage == "joint" and asked:
+            forget_products(bench, reader)
         self.done("read", "fuse")
 
         if stage != "post":
@@ -152,6 +175,8 @@ class Run:
         for draft in drafts:  # now, while the graph still says what the reasons name
             _count_readers(draft, live)
             if draft.status == "left" and draft.fused_into is None and draft.kind != "scaled_mm":
+                if removed(draft, live):
+                    continue
                 draft.refuse("", not_fused(draft, live, reader.drafts))
         for merged in merge_products(bench, drafts) if stage != "joint" else ():
             self._lower_product(bench, merged.draft, target, fuel)
@@ -176,7 +201,11 @@ class Run:
 
     def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
         problem = problem_of(draft, target)
-        choice = choose(target, problem, self.options)
+        session.lowered(problem)
+        session.ensure(target, problem, self.options)
+        choice = choose(target, problem, self.options, _path(draft))
+        if choice.note:
+            session.tell_once(choice.note)
         draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
         draft.shape = f"{problem.m}x{problem.n or 'N'}x{problem.k or 'K'}"
         if not choice.plan:
@@ -189,22 +218,36 @@ class Run:
         kernel = choice.plan[-1][1]
         node = draft.node
         site = emit_site(draft, problem, target, self.options.numerics)
+        own_nodes = problem.weight_only and bool(draft.swaps) and keeps_own_nodes(draft, choice)
         with bench.graph.inserting_before(node):
-            checked = checked_plan(target, problem, choice, self.options)
-            if checked:
+            checked = (
+                () if problem.weight_only else checked_plan(target, problem, choice, self.options)
+            )
+            if own_nodes:  # the model wrote what the kernel would be
+                result = node
+            elif checked:
                 result = emit_planned(bench.graph, site, choice, checked)
             elif choice.kernel is not None:
                 result = choice.kernel.emit(bench.graph, site)
             else:
                 result = emit_planned(bench.graph, site, choice)
-        draft.swaps.append(bench.swap(node, result))
+        if own_nodes:
+            bench.undo(draft.swaps)
+        else:
+            draft.swaps.append(bench.swap(node, result))
         for name in ("stack_trace", "nn_module_stack"):
             if name in node.meta:
                 result.meta.setdefault(name, node.meta[name])
         draft.status, draft.kernel, draft.rule = "lowered", kernel.name, "scaled_mm"
         draft.plan = choice.text
-        draft.why = f"{choice.why}{'; ' + choice.note if choice.note else ''}"
+        words = (choice.why, choice.note, draft.note, rewritten_from(node))
+        draft.why = "; ".join(word for word in words if word)
         self.rewrites += 1
+
+
+def _path(draft: Draft) -> str:
+    """The path of the site's module, as far as it is known."""
+    return draft.where.partition(" ")[0]
 
 
 def _count_readers(draft: Draft, live: set[fx.Node]) -> None:

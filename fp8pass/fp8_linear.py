@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import OptionError, UnsupportedError, choices
+from fp8pass.fnuz import E4M3FNUZ, convert_linear, why_not_loaded
 from fp8pass.quant_key import (
     QuantKey,
     fp8_max,
@@ -35,6 +36,7 @@ SCALE_FLOOR = 1e-12
 MERGED = ("weight_merged", "scale_merged", "bias_merged")
 
 _CHANNEL_KEY = str(kFp8StaticChannelSym)
+_CHANNEL_KEY_FNUZ = _CHANNEL_KEY.replace("e4m3fn/", "e4m3fnuz/")
 _MODEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -68,7 +70,8 @@ class Fp8Linear(nn.Module):
     """A linear layer with an fp8 weight and an input that is quantised on the way in.
 
     Attributes (all buffers):
-        weight: float8_e4m3fn ``[N, K]``, row-major.
+        weight: float8_e4m3fn ``[N, K]``, row-major; float8_e4m3fnuz with doubled scales after
+            :func:`fp8pass.prepare` for a target whose FP8 that is.
         weight_scale: float32 dequant scale, 0-d (per-tensor) or contiguous ``[1, N]``.
         input_scale: float32 0-d dequant scale of the input; None unless the recipe is static.
         bias: ``[N]`` in the model's dtype, or None.
@@ -120,6 +123,10 @@ class Fp8Linear(nn.Module):
         self.recipe = found.name
         self._act_key = str(found.act)
         self._weight_key = str(found.weight)
+        #: Whether the codes are e4m3fnuz: :func:`fp8pass.fnuz.convert_linear`.
+        self._fnuz = False
+        #: Whether ``weight_prepared`` is a copy in tiles (ROCm), not the CPU's.
+        self._tiles = False
         self._shared_scale: SharedScale | None = None
         #: First row in the merged weights, -1 if not merged.
         self._merged_at = -1
@@ -198,11 +205,14 @@ class Fp8Linear(nn.Module):
         x2 = x.reshape(-1, self.in_features).contiguous()
         # Not the module's constants: under dynamic=True Dynamo makes a graph input of a global
         # float, and then nobody who reads the graph can know its value.
-        largest, floor = torch.finfo(FP8).max, 1e-12
+        # In e4m3fnuz every value is half as large: see fp8pass/fnuz.py.
+        fnuz = self._fnuz
+        fp8 = E4M3FNUZ if fnuz else FP8
+        largest, floor = (224.0, 2e-12) if fnuz else (448.0, 1e-12)
         if self.recipe == "static":
             scale = self.input_scale
             assert scale is not None
-            q = (x2.float() / scale).clamp(-largest, largest).to(FP8)
+            q = (x2.float() / scale).clamp(-largest, largest).to(fp8)
         else:
             xf = x2.float()
             if self.recipe == "dynamic":
@@ -212,11 +222,12 @@ class Fp8Linear(nn.Module):
             else:
                 amax = xf.abs().amax()
             scale = (amax / largest).clamp(min=floor)
-            q = (xf / scale).clamp(-largest, largest).to(FP8)
+            q = (xf / scale).clamp(-largest, largest).to(fp8)
 
         if self.weight_merged is not None:
             return self._merged_product(q, scale, x).reshape(shape)
-        if self.weight_prepared is not None:
+        # torch has no product of e4m3fnuz on a CPU.
+        if self.weight_prepared is not None or (fnuz and self.weight.device.type == HOST):
             return self._prepared_product(q, scale, x).reshape(shape)
         bias = self.bias
         if bias is not None and x.dtype == torch.float32:
@@ -254,7 +265,7 @@ class Fp8Linear(nn.Module):
             scales.narrow(1, start, size),
             bias,
             x,
-            _CHANNEL_KEY,
+            _CHANNEL_KEY_FNUZ if self._fnuz else _CHANNEL_KEY,
         )
 
     def _product(
@@ -289,6 +300,7 @@ class Fp8Linear(nn.Module):
         text = f"in_features={self.in_features}, out_features={self.out_features}"
         text += f", bias={self.bias is not None}, recipe={self.recipe!r}"
         text += ", merged" if self.weight_merged is not None else ""
+        text += ", e4m3fnuz" if self._fnuz else ""
         return text + (", prepared" if self.weight_prepared is not None else "")
 
     # -- moving, loading, copying: the codes keep their dtype, shared scales stay shared, and the
@@ -329,22 +341,25 @@ class Fp8Linear(nn.Module):
         self._merged_at = -1
         return had
 
-    def prepare_weight(self) -> int:
-        """Pack the weight for the CPU product; bytes of the copy, 0 if it is there already."""
+    def prepare_weight(self, tiles: bool = False) -> int:
+        """Pack the weight for the CPU product, or lay it out in tiles for AITER's; bytes of the
+        copy, 0 if it is there already."""
         version = None if self.weight.is_inference() else self.weight._version
         packed_from = self._packed_from
         if (
             self.weight_prepared is not None
+            and self._tiles == tiles
             and packed_from is not None
             and packed_from[0] is self.weight
             and packed_from[1] == version
         ):
             return 0
         import fp8pass.ops  # noqa: F401  registers the operator that the forward now calls
-        from fp8pass.kernels import cpu
+        from fp8pass.kernels import cpu, rocm_operators
 
         with torch.inference_mode(False), torch.no_grad():
-            packed = cpu.pack(self.weight)
+            packed = rocm_operators.shuffle(self.weight) if tiles else cpu.pack(self.weight)
+        self._tiles = tiles
         self._buffers["weight_prepared"] = packed
         self._packed_from = (self.weight, version)
         return packed.numel() * packed.element_size()
@@ -371,7 +386,7 @@ class Fp8Linear(nn.Module):
             if buffer is not None:
                 self._buffers[name] = fn(buffer) if name == "bias" else same_dtype(buffer)
         self._rejoin_scale(scale)
-        if prepared and self.weight.device != device:
+        if prepared and self.weight.device != device and not self._tiles:
             self.unprepare_weight()  # its layout is one CPU kernel's own
         elif prepared:
             version = None if self.weight.is_inference() else self.weight._version
@@ -388,13 +403,13 @@ class Fp8Linear(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        new_weight = state_dict.get(prefix + "weight")
-        if new_weight is not None and new_weight.dtype != FP8:
-            error_msgs.append(
-                f"{prefix}weight is {new_weight.dtype}, and an Fp8Linear holds {FP8} codes: load "
-                "such a checkpoint before quantize_, not after"
-            )
+        new_weight, held = state_dict.get(prefix + "weight"), self.weight.dtype
+        why = why_not_loaded(held, prefix, state_dict)
+        if why is not None:
+            error_msgs.append(why)
             return
+        if new_weight is not None and new_weight.dtype != held:
+            convert_linear(self, FP8)  # and back again, behind the loading
         self.unmerge()  # scales and biases may be copied, and assigned weights are others
         if self.input_scale is not None and self._shared_scale is not None:
             # Loading copies in place, and this tensor may be other modules' as well.
@@ -408,7 +423,9 @@ class Fp8Linear(nn.Module):
         if self.input_scale is not None:
             self._buffers["input_scale"] = self.input_scale.float()
         self._rejoin_scale(None)
-        if new_weight is not None and self.unprepare_weight():
+        had = new_weight is not None and self.unprepare_weight()
+        convert_linear(self, held)
+        if had:
             self._pack_again()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -427,7 +444,10 @@ class Fp8Linear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        state["_buffers"]["weight"] = state["_buffers"]["weight"].view(FP8)
+        fp8 = E4M3FNUZ if state["_fnuz"] else FP8
+        if fp8 != FP8:
+            import fp8pass.ops  # noqa: F401  registers the operator that the forward calls
+        state["_buffers"]["weight"] = state["_buffers"]["weight"].view(fp8)
         prepared = state.pop("_was_prepared", False)
         super().__setstate__(state)
         if prepared:
@@ -435,8 +455,10 @@ class Fp8Linear(nn.Module):
 
     def _pack_again(self) -> None:
         # Meta and fake weights have no values to pack; such a layer is simply not prepared.
-        if type(self.weight) is torch.Tensor and self.weight.device.type == HOST:
-            self.prepare_weight()
+        if type(self.weight) is not torch.Tensor or self.weight.is_meta:
+            return
+        if self._tiles or self.weight.device.type == HOST:
+            self.prepare_weight(self._tiles)
 
 
 def _quantize_weight(weight: torch.Tensor, channel: bool) -> tuple[torch.Tensor, torch.Tensor]:

@@ -28,14 +28,18 @@ def source_hash() -> str:
     return digest.hexdigest()
 
 
-def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tuple[Any, ...]:
+def identity(
+    options_key: tuple[Any, ...], stage: str, device: str | None, measured: str = ""
+) -> tuple[Any, ...]:
     """Plain data that changes whenever a rewrite could: for ``uuid()`` of the pass.
 
     The target is resolved here if the options name none, because the same model on another machine
     is another compile; and each time, because a library may be loaded between two compiles.
+    ``measured`` identifies the measurements that a choice may use.
     """
     from fp8pass._version import __version__
     from fp8pass.errors import OptionError
+    from fp8pass.lowerings.registry import registered_elsewhere
     from fp8pass.target import Target
 
     named = dict(options_key).get("target")
@@ -51,6 +55,8 @@ def identity(options_key: tuple[Any, ...], stage: str, device: str | None) -> tu
         stage,
         options_key,
         target,
+        registered_elsewhere(),
+        measured,
     )
 
 

@@ -17,6 +17,7 @@ from fp8pass.identity import identity
 from fp8pass.options import Options
 from fp8pass.report import Dump, GraphRecord, add, emit_record, show_graph
 from fp8pass.report.collector import active
+from fp8pass.tuning.session import digest
 
 log = logging.getLogger("fp8pass")
 
@@ -89,7 +90,7 @@ class Fp8Pass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Identity for Inductor's caches; None (no caching) if an earlier pass has none."""
-        parts: list[Any] = [identity(self.options.key(), self.stage, None)]
+        parts: list[Any] = [identity(self.options.key(), self.stage, None, digest(self.options))]
         for earlier in self.before:
             other = earlier.uuid() if isinstance(earlier, CustomGraphPass) else None
             if other is None:

@@ -3,7 +3,8 @@
 Weights are graph inputs, which a compiler pass can neither fold nor cache; whatever copy a kernel
 wants must be made before compiling, in the open, as buffers of the module whose memory is
 reported. On a CPU that is a bf16 copy of each fp8 weight: no CPU multiplies fp8, and converting
-the weight at each call costs more than the product itself.
+the weight at each call costs more than the product itself. For gfx942, whose FP8 is e4m3fnuz, the
+weights themselves are converted, with scales that keep every number.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 from fp8pass.errors import UnsupportedError
+from fp8pass.fnuz import E4M3FN, E4M3FNUZ, convert_linear
 from fp8pass.fp8_linear import Fp8Linear
 from fp8pass.merging import USUAL_GROUPS
 from fp8pass.merging import merge_linears as _merge
@@ -33,6 +35,7 @@ class PrepareReport:
         skipped: name of each FP8 linear that got none, and why.
         message: one line for people.
         merged: names of the linears that were merged, group by group.
+        converted: number of linears whose codes were converted to the target's FP8.
     """
 
     layers: int
@@ -41,6 +44,7 @@ class PrepareReport:
     skipped: dict[str, str]
     message: str
     merged: tuple[tuple[str, ...], ...] = ()
+    converted: int = 0
 
     def __str__(self) -> str:
         return self.message
@@ -51,6 +55,7 @@ def prepare(
     target: Target | str | None = None,
     *,
     merge_linears: bool | Iterable[Iterable[str]] = False,
+    shuffle: bool = False,
     progress: bool | None = None,
 ) -> PrepareReport:
     """Add to each ``Fp8Linear`` of ``model`` the copy of its weight that ``target`` wants.
@@ -66,11 +71,20 @@ def prepare(
     differ from the unmerged one only as two kernels do. Loading a state dict, converting or moving
     the model undoes it; call ``prepare`` again then.
 
+    For a target whose FP8 is e4m3fnuz (gfx942) the weights are converted to it and their scales,
+    static input scales included, doubled; inputs are quantised to it from then on. Every number
+    stays what it was (see :mod:`fp8pass.fnuz`), at no cost of memory. A state dict in e4m3fn is
+    converted when it is loaded; one that is saved afterwards holds e4m3fnuz. Preparing for another
+    target, and :func:`unprepare`, convert back.
+
     Args:
         model: a model after :func:`fp8pass.nn.quantize_`.
         target: a target or its name; None means the device that the model's weights are on.
         merge_linears: False, True for the usual names (:data:`fp8pass.merging.USUAL_GROUPS`), or
             groups of attribute names of one module, such as ``[("wq", "wk", "wv")]``.
+        shuffle: for gfx942 and gfx950 with AITER, of the dynamic recipe: also add a copy of each
+            weight in tiles (1 more byte per weight) for the product that ``numerics="fast"`` may
+            then use.
         progress: show a bar: True, False, or None for "when stderr is a terminal".
 
     Raises:
@@ -88,23 +102,29 @@ def prepare(
         target = Target.detect(linears[0][1].weight.device)
     elif isinstance(target, str):
         target = Target.parse(target)
+    converted, left = _converted(linears, target)
     groups: list[tuple[str, ...]] = []
     skipped: dict[str, str] = {}
     if merge_linears is not False:
         wanted = USUAL_GROUPS if merge_linears is True else merge_linears
         groups, skipped = _merge(model, wanted)
+    skipped |= left
     told = f"{sum(map(len, groups))} linears merged into {len(groups)}" if groups else ""
-    if not target.host:
+    if converted:
+        text = f"{converted} linears converted to {linears[0][1].weight.dtype}"
+        told = f"{text}; {told}" if told else text
+    tiles = shuffle and target.has_library("aiter") and target.arch in ("gfx942", "gfx950")
+    if not target.host and not tiles:
         message = told or f"nothing added: the kernels of {target.spec} need no preparation"
-        return PrepareReport(0, 0, target.spec, skipped, message, tuple(groups))
+        return PrepareReport(0, 0, target.spec, skipped, message, tuple(groups), converted)
 
     layers = added = 0
     for name, linear in track(linears, "preparing", progress=progress):
         if linear.weight_merged is not None:
             continue  # it shares the weights of others, and has no copy of its own
-        reason = _reason(linear)
+        reason = _tiles_reason(linear) if tiles else _reason(linear)
         if reason is None:
-            size = linear.prepare_weight()
+            size = linear.prepare_weight(tiles)
             if size:
                 layers += 1
                 added += size
@@ -116,13 +136,40 @@ def prepare(
         message = f"{told}; {message}"
     if skipped:
         message += f", {len(skipped)} left"
-    return PrepareReport(layers, added, target.spec, skipped, message, tuple(groups))
+    return PrepareReport(layers, added, target.spec, skipped, message, tuple(groups), converted)
 
 
 def unprepare(model: nn.Module) -> int:
-    """Drop what :func:`prepare` added; the number of linears that had a copy or were merged."""
+    """Undo :func:`prepare`; the number of linears that had a copy, were merged or converted."""
     linears = [m for m in model.modules() if isinstance(m, Fp8Linear)]
-    return sum([m.unprepare_weight() | m.unmerge() for m in linears])
+    return sum([m.unprepare_weight() | m.unmerge() | convert_linear(m, E4M3FN) for m in linears])
+
+
+def _converted(linears: list[tuple[str, Fp8Linear]], target: Target) -> tuple[int, dict[str, str]]:
+    """Give every linear codes that the target multiplies; ``(how many, name -> why not)``."""
+    dtype = E4M3FNUZ if target.fp8_dtype == E4M3FNUZ else E4M3FN
+    done, left = 0, {}
+    for name, linear in linears:
+        if linear.weight.dtype == dtype:
+            continue
+        if type(linear.weight) is not torch.Tensor or linear.weight.is_meta:
+            left[name] = f"its weight is a {type(linear.weight).__name__} without values"
+            continue
+        done += convert_linear(linear, dtype)
+    return done, left
+
+
+def _tiles_reason(linear: Fp8Linear) -> str | None:
+    """Why this linear gets no copy in tiles, or None."""
+    weight = linear.weight
+    if type(weight) is not torch.Tensor or weight.is_meta:
+        return f"its weight is a {type(weight).__name__} without values"
+    if linear.recipe != "dynamic" or linear.bias is not None:
+        return "the product in tiles is for the dynamic recipe without a bias"
+    n, k = weight.shape
+    if not n or not k or n % 16 or k % 32:
+        return f"its weight is {n} x {k}, not in tiles of 16 x 32"
+    return None
 
 
 def _reason(linear: Fp8Linear) -> str | None:

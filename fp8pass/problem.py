@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fp8pass.quant_key import QuantKey
+from fp8pass.quant_key import PER_TENSOR, QuantKey, ScaleDesc
 from fp8pass.target import HOST
 
 
@@ -65,7 +65,8 @@ class ScaledMMProblem:
     ``numel()`` or ``dim()`` of a scale: with one token a per-token scale has one element too.
 
     Attributes:
-        activation, weight: the keys of ``a`` and ``b``.
+        activation, weight: the keys of ``a`` and ``b``; see :func:`unquantised` for activations of
+            a weight-only product.
         m: range of the number of rows.
         n, k: sizes, None where symbolic.
         out_dtype: dtype of the result.
@@ -79,6 +80,8 @@ class ScaledMMProblem:
         device_type: torch's device type of the operands.
         zero: how a zero point of ``a`` is taken off (the ``zero`` of the product's form), or
             ``none``; ``zero_dtype``: its dtype.
+        prepared_dtype: dtype of that copy, None where it is not known: which copy it is.
+        form: of a weight-only product, text of a :class:`fp8pass.ops.weight_form.WeightForm`.
     """
 
     activation: QuantKey
@@ -96,3 +99,15 @@ class ScaledMMProblem:
     device_type: str = HOST
     zero: str = "none"
     zero_dtype: torch.dtype | None = None
+    prepared_dtype: torch.dtype | None = None
+    form: str = ""
+
+    @property
+    def weight_only(self) -> bool:
+        """Whether the activations are not quantised (W8A16)."""
+        return self.activation.dtype in (torch.bfloat16, torch.float16, torch.float32)
+
+
+def unquantised(dtype: torch.dtype) -> QuantKey:
+    """The key of activations that are not quantised: their dtype, and a scale of one."""
+    return QuantKey(dtype, ScaleDesc(torch.float32, False, PER_TENSOR))

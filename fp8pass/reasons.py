@@ -59,7 +59,7 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     # ---- reading -------------------------------------------------------------------------------
     Reason(
         "FP8-R001",
-        "a cast to fp8 that is not a known quantisation",
+        "a cast to fp8 or int8 that is not a known quantisation",
         "the cast to {dtype} at {node} is not a quantisation that fp8pass can read: {why}",
         "docs/numerics.md lists the spellings that are read; an unknown rounding order is never "
         "guessed",
@@ -68,7 +68,9 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "FP8-R002",
         "a product whose scales were not understood",
         "the scaled product {node} is not read: {why}",
-        "scales must be float32 and per-tensor, or [M, 1] with [1, N]",
+        "fp8 or int8 operands with float32 scales are read: per tensor, one per row or column "
+        "([M, 1], [1, N]), per group of K ([M, K / n]) and per block of the weight; "
+        "docs/numerics.md has the spellings",
     ),
     Reason(
         "FP8-R003",
@@ -86,8 +88,9 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     ),
     Reason(
         "FP8-R005",
-        "only the weight is quantised",
-        "the product {node} multiplies activations that are not quantised by an fp8 weight (W8A16)",
+        "a weight-only product that is not read",
+        "the product {node} multiplies activations that are not quantised by an fp8 weight "
+        "(W8A16), in a way that is not read: {why}",
         "nothing to do: the code generator fuses what makes the weight wide with the work around",
     ),
     Reason(
@@ -100,8 +103,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-F001",
         "no quantise reads it",
-        "no fp8 quantise reads the output of this {what}; it is read by {readers}",
-        "nothing to do: only a producer that feeds an FP8 product can be fused",
+        "no quantise to fp8 or int8 reads the output of this {what}; it is read by {readers}",
+        "nothing to do: only a producer that feeds a quantised product can be fused",
     ),
     Reason(
         "FP8-F002",
@@ -143,6 +146,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "not keep the last dimension",
         "quantise before the reshape, or reshape only the leading dimensions",
     ),
+    Reason(
+        "FP8-F030",
+        "the upper bound of the scale is a tensor",
+        "the scale of the quantise {node} is bounded by the tensor {bound} (scale_ub), which fused "
+        "operators do not take",
+        "bound the scale by a number: it is part of the recipe then, and the quantise is fused",
+    ),
     # ---- lowering: see lowerings/ ---------------------------------------------------------------
     Reason(
         "FP8-L001",
@@ -153,8 +163,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
     Reason(
         "FP8-L002",
         "the kernel was disabled by the user",
-        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE)",
-        "remove it from the option",
+        "kernel {kernel} is disabled (option disable, FP8PASS_DISABLE or VLLM_DISABLED_KERNELS)",
+        "remove it there",
     ),
     Reason(
         "FP8-L003",
@@ -246,12 +256,74 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "kernel {kernel} does not take {what}",
         "",
     ),
+    Reason(
+        "FP8-L040",
+        "the kernel is for a weight-only product",
+        "kernel {kernel} multiplies activations that are not quantised: other numbers than the "
+        "source's (more exact; relative L2 about 2.6 % away), so it is used on request alone",
+        "force or prefer it (or w8a16, the best of its kind) by name",
+    ),
+    Reason(
+        "FP8-L041",
+        "the kernel is for quantised activations",
+        "kernel {kernel} takes quantised activations, those of the site are {has}",
+        "",
+    ),
+    Reason(
+        "FP8-L042",
+        "activations before the quantise",
+        "the product {node} cannot be made a weight-only one: {why}",
+        "quantise the activations as one of the recipes in docs/numerics.md, and multiply by that "
+        "scale",
+    ),
+    Reason(
+        "FP8-L070",
+        "the kernel did not do well on this device",
+        "kernel {kernel} is not used for this product on this device, where it was tried: {why}",
+        "if that was mended, delete the file of measurements (docs/tuning.md) or set tune='off'",
+    ),
     # FP8-L080 and on: kernels of other libraries on CUDA
     Reason(
         "FP8-L080",
         "numerics not shown",
         "kernel {kernel} is not known to keep the numerics contract: {why}",
         "force it by name to have it, best with self_check=True, which compares it first",
+    ),
+    # FP8-L060 and on: ROCm, and architectures that are not known
+    Reason(
+        "FP8-L060",
+        "needs prepare: e4m3fnuz",
+        "kernel {kernel} takes float8_e4m3fnuz on {target}, the site has {what} of float8_e4m3fn",
+        'call fp8pass.prepare(model, "{target}") before compiling: it converts the weights of '
+        "Fp8Linear and their inputs to e4m3fnuz and doubles the scales, at no cost of memory",
+    ),
+    Reason(
+        "FP8-L061",
+        "the architecture is not known",
+        "kernel {kernel} was written for architectures that are known, and nothing is known of "
+        "{target}",
+        "the graph keeps the operators it came with; Target.parse lists the known names",
+    ),
+    Reason(
+        "FP8-L062",
+        "version of a library",
+        "kernel {kernel} needs {library} {wants} or newer for {what}, the target {target} has "
+        "{has}",
+        "name the version in the target, as in gfx942+vllm==0.21, if it is newer",
+    ),
+    Reason(
+        "FP8-L063",
+        "numerics contract",
+        "kernel {kernel} does not round as the source does: {why}",
+        'set numerics="fast", or prefer the kernel by name',
+    ),
+    Reason(
+        "FP8-L064",
+        "needs prepare: a weight in tiles",
+        "kernel {kernel} needs a copy of the weight laid out in tiles for {target}, which the site "
+        "does not carry",
+        'call fp8pass.prepare(model, "{target}", shuffle=True) before compiling; it costs one more '
+        "byte per weight",
     ),
     # ---- the pass and its hooks ------------------------------------------------------------------
     Reason(

@@ -24,6 +24,9 @@ class Draft:
             emitted itself.
         root_name: name of the node it was read from.
         form: text of its form.
+        weight_only: of a product, that it takes the place of one of codes; of a quantise, that
+            such a product read its codes before.
+        note: what the report adds to the reason for the kernel.
     """
 
     kind: str
@@ -49,6 +52,8 @@ class Draft:
     readers_of: Draft | None = None
     fused_into: Draft | None = None
     match: Any = None
+    weight_only: bool = False
+    note: str = ""
 
     def refuse(self, rule: str, verdict: Verdict) -> None:
         """Note the nearest rule and the first condition that failed; the first refusal stays."""

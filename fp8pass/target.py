@@ -4,6 +4,12 @@
 decisions (which kernel, which fp8 dtype) are functions of a target, so that the choice for any
 device can be made, printed and tested on any other. SM10x and SM12x are different architectures,
 and ROCm's numbers are never compared with CUDA's: an architecture is a name, not a number.
+
+An architecture that is not in the table gets a target of kind ``unknown`` and one warning: no
+kernel is chosen for it, so its graphs keep the operators they came with, and nothing raises. That
+holds for a device that is found, and for a name that looks like an architecture (``sm999``,
+``gfx9999``, ``unknown`` itself), since a newer device than this version knows is no mistake of the
+user's. Any other name is taken for a typo and is an error.
 """
 
 from __future__ import annotations
@@ -12,7 +18,9 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import re
 import sys
+import warnings
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -28,6 +36,7 @@ _ARCHITECTURES: dict[str, tuple[str, torch.dtype | None, int | None]] = {
     "x86-amx": ("cpu", torch.float8_e4m3fn, None),
     "aarch64": ("cpu", torch.float8_e4m3fn, None),
     "cpu-generic": ("cpu", torch.float8_e4m3fn, None),
+    "sm75": ("cuda", None, 40),
     "sm80": ("cuda", None, 108),
     "sm86": ("cuda", None, 84),
     "sm89": ("cuda", torch.float8_e4m3fn, 142),
@@ -52,14 +61,28 @@ HOST = "cpu"
 _ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}
 
 #: Libraries that may stand behind a "+" in a target's name.
-LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm")
+#: ``vllm_xpu`` is the distribution vllm-xpu-kernels, with which vLLM runs on XPUs: it has operators
+#: and versions of its own.
+LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm", "vllm_xpu")
 
 #: Feature of a GPU target whose machine has no Triton. It comes with torch's builds for GPUs, so
 #: its absence is what has to be said.
 NO_TRITON = "no-triton"
 
+#: Kind of a target whose architecture is not in the table, and the name of one without a name.
+UNKNOWN = "unknown"
+#: Names that are taken for architectures, with torch's device type. What a device of another type
+#: than these is called ends in ``-unknown``.
+_LOOKS_LIKE = ((r"sm[1-9][0-9]{1,2}[a-z]?", "cuda"), (r"gfx[0-9a-f]{3,5}", "cuda"))
+_NAMELESS = "-unknown"
+
 #: torch's device type for each kind: ROCm builds of torch call their devices "cuda".
 _DEVICE_TYPES = {"cpu": "cpu", "cuda": "cuda", "rocm": "cuda", "xpu": "xpu"}
+
+
+def architectures() -> tuple[str, ...]:
+    """The names of all architectures that :meth:`Target.parse` knows, short names apart."""
+    return tuple(_ARCHITECTURES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +90,8 @@ class Target:
     """A device to compile for.
 
     Attributes:
-        kind: ``cpu``, ``cuda``, ``rocm`` or ``xpu``.
+        kind: ``cpu``, ``cuda``, ``rocm`` or ``xpu``; ``unknown`` for an architecture that fp8pass
+            does not know, for which no kernel is chosen.
         arch: architecture name such as ``sm90``, ``gfx942``, ``x86-amx``.
         fp8_dtype: the fp8 dtype of its products, or None where it has none.
         units: number of compute units (SMs, CUs, Xe cores, cores), or None if not known.
@@ -91,8 +115,12 @@ class Target:
 
     @property
     def spec(self) -> str:
-        """The name that :meth:`parse` takes, e.g. ``"sm90+cutlass"``."""
-        return "+".join([self.arch, *(name for name, _ in self.libraries)])
+        """The name that :meth:`parse` takes, e.g. ``"sm90+cutlass"`` or ``"gfx942+vllm==0.21"``."""
+        parts = [self.arch]
+        for name, _ in self.libraries:
+            version = self.library_version(name)
+            parts.append(name if version is None else f"{name}=={version[0]}.{version[1]}")
+        return "+".join(parts)
 
     @property
     def host(self) -> bool:
@@ -102,6 +130,8 @@ class Target:
     @property
     def device_type(self) -> str:
         """What ``torch.device(...).type`` says on this target (ROCm says ``cuda``)."""
+        if self.kind == UNKNOWN:
+            return _device_type_of(self.arch)
         return _DEVICE_TYPES[self.kind]
 
     @property
@@ -115,6 +145,11 @@ class Target:
         """Whether a kernel library is declared or was found."""
         return any(library == name for library, _ in self.libraries)
 
+    def library_version(self, name: str) -> tuple[int, int] | None:
+        """(major, minor) of a kernel library; None if it is not there or its version not known."""
+        numbers = re.match(r"(\d+)\.(\d+)", dict(self.libraries).get(name, ""))
+        return None if numbers is None else (int(numbers[1]), int(numbers[2]))
+
     def key(self) -> tuple[object, ...]:
         """Plain data that identifies the target in a cache key."""
         dtype = None if self.fp8_dtype is None else str(self.fp8_dtype)
@@ -125,30 +160,43 @@ class Target:
     def parse(text: str) -> Target:
         """``"sm90"``, ``"gfx942+aiter"``, ``"cpu"`` ... -> a target, without asking any device.
 
+        A library may come with its version (``"gfx942+vllm==0.21"``); without one only that is
+        used which every version of it has.
+
         Raises:
-            OptionError: unknown architecture or library, naming it and the allowed ones.
+            OptionError: a name that is not an architecture's (see the top of this module), an
+                unknown library or a bad version, naming it and the allowed ones.
         """
         arch, *libraries = (part.strip() for part in text.strip().lower().split("+"))
         arch = _ALIASES.get(arch, arch)
-        if arch not in _ARCHITECTURES:
+        if arch not in _ARCHITECTURES and not _may_exist(arch):
             allowed = ", ".join([*_ALIASES, *_ARCHITECTURES])
             raise OptionError(f"unknown target {text!r}; allowed: {allowed}")
-        for library in libraries:
+        found: dict[str, str] = {}
+        for part in libraries:
+            library, _, version = (word.strip() for word in part.partition("=="))
             if library not in LIBRARIES:
                 raise OptionError(
                     f"unknown library {library!r} in target {text!r}; allowed: "
                     f"{', '.join(LIBRARIES)}"
                 )
-        kind, dtype, units = _ARCHITECTURES[arch]
-        found = tuple((library, "") for library in sorted(set(libraries)))
-        return Target(kind, arch, dtype, units, found, (("torch", _torch_version()),))
+            if "==" in part and re.match(r"\d+\.\d+", version) is None:
+                raise OptionError(f"{part!r} in target {text!r} has no version such as 0.21")
+            found[library] = version or found.get(library, "")
+        if arch not in _ARCHITECTURES:
+            _warn_of(arch)
+        kind, dtype, units = _ARCHITECTURES.get(arch, (UNKNOWN, None, None))
+        named = tuple(sorted(found.items()))
+        return Target(kind, arch, dtype, units, named, (("torch", _torch_version()),))
 
     @staticmethod
     def detect(device: torch.device | str | None = None) -> Target:
         """The target of ``device`` (default: the current accelerator, else the CPU).
 
+        A device that fp8pass does not know gets a target of kind ``unknown`` and one warning.
+
         Raises:
-            OptionError: the device's architecture is not one that fp8pass knows.
+            OptionError: a device that runs nothing (``meta``).
         """
         if device is None:
             accelerator = torch.accelerator.current_accelerator(check_available=True)
@@ -163,10 +211,45 @@ class Target:
 
 def _loaded_libraries() -> tuple[tuple[str, str], ...]:
     """Kernel libraries that this process has loaded already, with versions where they say one."""
-    if not hasattr(torch.ops._C, "cutlass_scaled_mm"):
-        return ()
-    version = getattr(sys.modules.get("vllm"), "__version__", "")
-    return (("vllm", str(version)),)
+    found = []
+    if "aiter" in sys.modules:
+        found.append(("aiter", str(getattr(sys.modules["aiter"], "__version__", ""))))
+    for name, operators, module in _LOADED:
+        if any(hasattr(getattr(torch.ops, space), operator) for space, operator in operators):
+            found.append((name, str(getattr(sys.modules.get(module), "__version__", ""))))
+    return tuple(found)
+
+
+#: Libraries of operators: name here, (namespace, operator) pairs of which one says that it is
+#: loaded (vLLM's for CUDA and for ROCm), the module that has its version.
+_LOADED = (
+    ("vllm", (("_C", "cutlass_scaled_mm"), ("_rocm_C", "wvSplitKQ")), "vllm"),
+    ("vllm_xpu", (("_xpu_C", "fp8_gemm"),), "vllm_xpu_kernels"),
+)
+
+
+def _may_exist(arch: str) -> bool:
+    """Whether a name that is not in the table looks like an architecture's."""
+    known = arch == UNKNOWN or re.fullmatch(rf"[a-z]+{_NAMELESS}", arch) is not None
+    return known or any(re.fullmatch(pattern, arch) for pattern, _ in _LOOKS_LIKE)
+
+
+def _device_type_of(arch: str) -> str:
+    """torch's device type of an architecture that is not in the table; a GPU's if nothing says."""
+    for pattern, device_type in _LOOKS_LIKE:
+        if re.fullmatch(pattern, arch):
+            return device_type
+    return arch.removesuffix(_NAMELESS) if arch.endswith(_NAMELESS) else "cuda"
+
+
+@cache
+def _warn_of(arch: str) -> None:
+    """Say once per process that nothing is known of an architecture."""
+    warnings.warn(
+        f"fp8pass does not know the architecture {arch!r}: no kernel is chosen for it, and graphs "
+        "keep the operators they came with",
+        stacklevel=4,
+    )
 
 
 #: Libraries of Python modules: found without importing them, and called only when a graph runs.
@@ -204,7 +287,9 @@ def _detect(device_type: str, index: int | None) -> Target:
         return _detect_cuda(index)
     if device_type == "xpu":
         return replace(Target.parse("xpu"), runtime=(("torch", str(torch.__version__)),))
-    raise OptionError(f"fp8pass has no target for device type {device_type!r}")
+    if device_type == "meta":
+        raise OptionError(f"fp8pass has no target for device type {device_type!r}")
+    return Target.parse(f"{device_type}{_NAMELESS}")
 
 
 def _detect_cpu() -> Target:

@@ -61,15 +61,24 @@ class Workbench:
             self.call(operator.getitem, (node, i), like, value) for i, value in enumerate(values)
         ]
 
-    def fresh(self, like: torch.Tensor, shape: Iterable[Any], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous fake tensor on the device of ``like``, made without running an operator.
+    def fresh(
+        self,
+        like: torch.Tensor,
+        shape: Iterable[Any],
+        dtype: torch.dtype,
+        strides: Iterable[Any] | None = None,
+    ) -> torch.Tensor:
+        """A fake tensor on the device of ``like``, made without running an operator.
+
+        Contiguous, if no other ``strides`` are given.
 
         Running ``new_empty`` on fake tensors costs a millisecond; a model has hundreds of sites.
         """
         sizes = tuple(shape)
+        steps = contiguous_strides(sizes) if strides is None else list(strides)
         if not isinstance(like, FakeTensor):
-            return like.new_empty(sizes, dtype=dtype)
-        meta = torch.empty_strided(sizes, contiguous_strides(sizes), dtype=dtype, device="meta")
+            return like.new_empty_strided(sizes, steps, dtype=dtype)
+        meta = torch.empty_strided(sizes, steps, dtype=dtype, device="meta")
         return FakeTensor(like.fake_mode, meta, like.device)
 
     def run_fake(self, target: Any, args: tuple[Any, ...]) -> Any:
@@ -264,6 +273,8 @@ _MERGED = frozenset(
         aten.clamp.default,
         aten.clamp_min.default,
         aten.clamp_max.default,
+        aten.clamp_max.Tensor,
+        aten.clamp.Tensor,
         aten.reciprocal.default,
         aten.round.default,
         aten.log2.default,
@@ -322,7 +333,7 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
             continue
         cone.add(node)
         stack.extend(node.all_input_nodes)
-    returned = _returned(graph)
+    results = returned(graph)
     seen: dict[Any, fx.Node] = {}
     merged = 0
     for node in list(graph.nodes):
@@ -333,17 +344,17 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
             first = seen.setdefault(key, node)
         except TypeError:  # an argument that cannot be hashed
             continue
-        if first is node or {first, node} <= returned:
+        if first is node or {first, node} <= results:
             continue
         node.replace_all_uses_with(first)
-        if node in returned:
-            returned.add(first)
+        if node in results:
+            results.add(first)
         graph.erase_node(node)
         merged += 1
     return merged
 
 
-def _returned(graph: fx.Graph) -> set[fx.Node]:
+def returned(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose memory a result of the graph has: two results must stay two tensors."""
     found: set[fx.Node] = set()
     stack = list(graph.output_node().all_input_nodes)

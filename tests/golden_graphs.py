@@ -19,7 +19,10 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from fp8pass.absent_device import absent_device
+from fp8pass.coverage.recipes import GROUP, GroupLinear
 from fp8pass.crossing import TargetGraph, TargetGraphs, graphs_for
+from fp8pass.fnuz import to_fnuz
+from fp8pass.nn import calibrate, quantize_
 from fp8pass.preparation import prepare
 from fp8pass.target import HOST
 
@@ -53,6 +56,45 @@ class Biased(models.Block):
         for name, linear in list(self.named_children()):
             if isinstance(linear, nn.Linear):
                 setattr(self, name, nn.Linear(linear.in_features, linear.out_features, bias=True))
+
+
+#: Of the demo block: a multiple of what every block-scaled product asks of K.
+DEMO_WIDTH = 512
+
+
+class Demo(nn.Module):
+    """One decoder layer as served: norm, packed qkv, o, norm, packed gate_up, SiLU·mul, down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        w = DEMO_WIDTH
+        self.input_norm, self.mlp_norm = models.Norm(w), models.Norm(w)
+        self.qkv_proj = nn.Linear(w, 3 * w, bias=False)
+        self.o_proj = nn.Linear(w, w, bias=False)
+        self.gate_up_proj = nn.Linear(w, 4 * w, bias=False)
+        self.down_proj = nn.Linear(2 * w, w, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv_proj(self.input_norm(x)).chunk(3, -1)
+        x = x + self.o_proj(torch.sigmoid(q + k) * v)
+        gate, up = self.gate_up_proj(self.mlp_norm(x)).chunk(2, -1)
+        return x + self.down_proj(F.silu(gate) * up)
+
+
+class FnuzGroupLinear(GroupLinear):
+    """The same values in the fp8 of MI300: each half as large, beside a doubled scale."""
+
+    def quantize(self, weight: Tensor) -> tuple[Tensor, Tensor]:
+        return to_fnuz(*super().quantize(weight))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = x.unflatten(-1, (-1, GROUP)).float()
+        scale = (groups.abs().amax(-1, keepdim=True) / 224.0).clamp(min=2e-12)
+        q = (groups / scale).clamp(-224.0, 224.0).to(self.weight.dtype)
+        a = (q.float() * scale).flatten(-2)
+        wide = self.scale.repeat_interleave(GROUP, 0)[: self.out_features]
+        w = self.weight.float() * wide.repeat_interleave(GROUP, 1)
+        return (a @ w.t()).to(x.dtype)
 
 
 class StaticFnuz(nn.Module):
@@ -105,35 +147,59 @@ class GoldenModel:
     """A model and how it is compiled.
 
     Attributes:
-        recipe: None = it is in FP8 as it is.
+        recipe: None = it is in FP8 as it is; ``group128`` and ``group128-fnuz``: blocks of scales.
         dynamic: whether the number of rows is open.
         dtype: of the model.
-        prepared: with the copies of :func:`fp8pass.prepare` for the host.
+        prepared: the target that :func:`fp8pass.prepare` was called for, with ``shuffle``.
         options: of the pass.
         rows: of its input; a product of INT8 on CUDA needs more than 16.
+        width: of the input.
     """
 
     kind: type[nn.Module]
     recipe: str | None
     dynamic: bool = False
     dtype: torch.dtype = torch.bfloat16
-    prepared: bool = False
+    prepared: str = ""
     options: dict[str, Any] = field(default_factory=dict)
     rows: int = ROWS
+    width: int = WIDTH
 
     def build(self) -> nn.Module:
         if self.recipe is not None:
-            model: nn.Module = models.build(self.kind, self.recipe).to(self.dtype)
+            model = self._quantised()
             if self.prepared:
-                prepare(model, HOST)
+                prepare(model, self.prepared, shuffle=True)
             return model
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             return self.kind().eval()
 
-    def inputs(self) -> Tensor:
-        return models.rows(self.rows).to(self.dtype)
+    def _quantised(self) -> nn.Module:
+        assert self.recipe is not None
+        if self.width == WIDTH:
+            quantised: nn.Module = models.build(self.kind, self.recipe).to(self.dtype)
+            return quantised
+        model: nn.Module = models.build(self.kind, None).to(self.dtype)
+        if self.recipe.startswith("group128"):
+            kind = FnuzGroupLinear if self.recipe.endswith("fnuz") else GroupLinear
+            for name, linear in list(model.named_children()):
+                if isinstance(linear, nn.Linear):
+                    setattr(model, name, kind(linear))
+            return model
+        seen = calibrate(model, [self.inputs()]) if self.recipe == "static" else None
+        quantize_(model, self.recipe, calibration=seen)
+        return model
 
+    def inputs(self) -> Tensor:
+        if self.width == WIDTH:
+            return models.rows(self.rows).to(self.dtype)
+        g = torch.Generator().manual_seed(5)
+        return torch.randn(ROWS, self.width, generator=g).to(self.dtype)
+
+
+_DEMO: dict[str, Any] = {"dynamic": True, "width": DEMO_WIDTH}
+_FAST = {"numerics": "fast"}
 
 MODELS = {
     "block-dynamic": GoldenModel(models.Block, "dynamic"),
@@ -149,26 +215,55 @@ MODELS = {
         models.Block, "dynamic", options={"prefer": "triton_general"}
     ),
     "half-dynamic": GoldenModel(models.Block, "dynamic", dtype=torch.float16),
-    "block-prepared": GoldenModel(models.Block, "dynamic", prepared=True),
+    "block-prepared": GoldenModel(models.Block, "dynamic", prepared=HOST),
     "static-fnuz": GoldenModel(StaticFnuz, None),
     "int8-zero-point": GoldenModel(ZeroPoint, None, rows=32),
+    "demo-dynamic": GoldenModel(Demo, "dynamic", **_DEMO),
+    "demo-static": GoldenModel(Demo, "static", **_DEMO),
+    "demo-group": GoldenModel(Demo, "group128", **_DEMO),
+    "demo-dynamic-fnuz": GoldenModel(Demo, "dynamic", prepared="gfx942", **_DEMO),
+    "demo-static-fnuz": GoldenModel(Demo, "static", prepared="gfx942", **_DEMO),
+    "demo-group-fnuz": GoldenModel(Demo, "group128-fnuz", **_DEMO),
+    "demo-dynamic-fast": GoldenModel(Demo, "dynamic", options=_FAST, **_DEMO),
+    "demo-group-fast": GoldenModel(Demo, "group128", options=_FAST, **_DEMO),
+    "demo-dynamic-tiles": GoldenModel(
+        Demo, "dynamic", prepared="gfx942+aiter", options=_FAST, **_DEMO
+    ),
 }
+#: The demo block in the recipes that every target is shown with, and in MI300's fp8.
+_DEMOS = ("demo-dynamic", "demo-static", "demo-group")
+_FNUZ = ("demo-dynamic-fnuz", "demo-static-fnuz", "demo-group-fnuz")
 #: Both recipes, any M, packed, biased: enough where no kernel is the target's own.
 _SOME = ("block-dynamic", "block-static-any-m", "packed-dynamic", "biased-static")
-_NOT_FOR_SM90 = ("static-fnuz", "block-prepared")
 #: target -> names of the models that are traced for it
 CASES: dict[str, tuple[str, ...]] = {
-    "sm90": tuple(name for name in MODELS if name not in _NOT_FOR_SM90),
-    "sm90+vllm": ("block-dynamic", "block-dynamic-any-m", "block-static", "biased-static"),
-    "sm89": _SOME,
-    "sm100": (*_SOME, "half-dynamic"),
-    "sm120": _SOME,
-    "gfx942": ("block-dynamic", "static-fnuz"),
-    "gfx950": _SOME,
-    "xpu-bmg": ("block-dynamic", "block-static-any-m"),
+    "sm90": (*(n for n in MODELS if not n.startswith(("static-", "block-prep", "demo"))), *_DEMOS),
+    "sm90+vllm": (
+        "block-dynamic", "block-dynamic-any-m", "block-static", "biased-static", *_DEMOS,
+    ),
+    "sm75": _DEMOS,
+    "sm80": _DEMOS,
+    "sm86": _DEMOS,
+    "sm89": (*_SOME, *_DEMOS),
+    "sm100": (*_SOME, "half-dynamic", *_DEMOS),
+    "sm120": (*_SOME, *_DEMOS),
+    "gfx90a": _DEMOS,
+    "gfx942": ("block-dynamic", "static-fnuz", *_DEMOS, *_FNUZ),
+    "gfx942+aiter": (*_FNUZ, "demo-dynamic-tiles"),
+    "gfx942+vllm": _FNUZ,
+    "gfx950": (*_SOME, *_DEMOS),
+    "gfx950+aiter": ("half-dynamic", *_DEMOS, "demo-dynamic-fast", "demo-group-fast"),
+    "gfx950+vllm==0.21": ("biased-static", *_DEMOS),
+    "gfx1100": _DEMOS,
+    "gfx1201": _DEMOS,
+    "gfx1201+vllm==0.21": _DEMOS,
+    "xpu-bmg": ("block-dynamic", "block-static-any-m", *_DEMOS),
     "x86-amx": (*_SOME, "block-prepared"),
-    "cpu": (*_SOME, "int8-zero-point"),
-}
+    "cpu": (*_SOME, "int8-zero-point", *_DEMOS),
+    "unknown": _DEMOS,
+}  # fmt: skip
+#: Those of sm90 that tests/gpu/record_h200.py compiles on the device.
+RECORDED = tuple(name for name in CASES["sm90"] if name not in _DEMOS)
 #: target -> options of the pass. vLLM's product accumulates in less than float32, which only
 #: ``fast`` allows, and others come before it where they were measured to be faster.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -262,8 +357,13 @@ def scaled_mm(
     out_dtype: torch.dtype | None = None,
     use_fast_accum: bool = False,
 ) -> Tensor:
-    """``aten._scaled_mm`` in float32, rounded once; its scales after the product."""
+    """``aten._scaled_mm`` in float32, rounded once; scales after the product, those of blocks
+    before it."""
     assert scale_result is None and out_dtype is not None
+    if scale_a.dim() == 2 and scale_a.shape[1] > 1:
+        wide_b = scale_b.repeat_interleave(GROUP, 0).repeat_interleave(GROUP, 1)
+        value = torch.mm(a.float() * scale_a.repeat_interleave(GROUP, 1), b.float() * wide_b)
+        return (value if bias is None else value + bias.float()).to(out_dtype)
     value = torch.mm(a.float(), b.float()) * scale_a * scale_b
     return (value if bias is None else value + bias.float()).to(out_dtype)
 

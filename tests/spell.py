@@ -591,10 +591,59 @@ def group_power(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     return saturated(parts.float() / scale[..., None]).view(y.shape), scale
 
 
-def group_column_major(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
-    """The scales are turned by a copy, which stays in the graph."""
-    q, scale = group(y, s)
-    return q, scale.transpose(-1, -2).contiguous().transpose(-1, -2)
+def laid_out(layout: Callable[[Tensor], Tensor]) -> Quant:
+    """Scales ``[M, G]``, copied into another layout."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        q, scale = group(y, s)
+        return q, layout(scale.reshape(-1, scale.shape[-1]))
+
+    return fn
+
+
+def aligned(rows: int) -> int:
+    """TMA takes columns that are a multiple of 16 bytes apart."""
+    return (rows + 3) // 4 * 4
+
+
+def column_major(scale: Tensor) -> Tensor:
+    return scale.t().contiguous().t()
+
+
+def column_major_copy(scale: Tensor) -> Tensor:
+    made = torch.empty((scale.shape[1], scale.shape[0]), dtype=torch.float32).t()
+    made.copy_(scale)
+    return made
+
+
+def tma_padded(scale: Tensor) -> Tensor:
+    rows = scale.shape[0]
+    return F.pad(scale, (0, 0, 0, aligned(rows) - rows)).t().contiguous().t()[:rows]
+
+
+def tma_strided(scale: Tensor) -> Tensor:
+    rows, groups = scale.shape
+    made = torch.empty_strided((rows, groups), (1, aligned(rows)), dtype=torch.float32)
+    made.copy_(scale)
+    return made
+
+
+def tma_sliced(scale: Tensor) -> Tensor:
+    """As DeepGEMM: a batch of one, copied into a part of what is larger."""
+    rows, groups = scale.shape
+    made = torch.empty((1, groups, aligned(rows)), dtype=torch.float32).transpose(1, 2)
+    made[:, :rows, :] = scale.unsqueeze(0)
+    return made[:, :rows, :].squeeze(0)
+
+
+#: name -> (what copies the scales, layout)
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "column_major": (column_major, "col"),
+    "column_major_copy": (column_major_copy, "col"),
+    "tma_padded": (tma_padded, "tma"),
+    "tma_strided": (tma_strided, "tma"),
+    "tma_sliced": (tma_sliced, "tma"),
+}
 
 
 def int8_token(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
@@ -624,6 +673,80 @@ def _static_as(dtype: torch.dtype) -> Quant:
     return lambda y, s: (saturated(y.float() / s, top, dtype),)
 
 
+def bounded(scale: Callable[[Tensor, Tensor], Tensor]) -> Quant:
+    """Per token, with ``scale(amax, bound)`` where the bound is a tensor of one element."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        made = scale(y.float().abs().amax(-1, keepdim=True), s)
+        return saturated(y.float() / made), made
+
+    return fn
+
+
+def group_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    parts = y.float().unflatten(-1, (y.shape[-1] // G, G))
+    scale = torch.minimum((parts.abs().amax(-1) / 448), s).clamp(min=1e-10)
+    return saturated(parts / scale[..., None]).flatten(-2), scale
+
+
+def token_inverse_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    r = 448.0 / torch.clamp(y.float().abs().amax(-1, keepdim=True), max=s * 200).clamp(min=1e-12)
+    return saturated(y.float() * r), r.reciprocal()
+
+
+def tensor_bounded(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+    scale = (torch.minimum(s * 300, y.float().abs().amax()) / 448).clamp(min=1e-12)
+    return saturated(y.float() / scale), scale
+
+
+E8 = torch.float8_e8m0fnu
+
+
+def group_stored(power: Callable[[Tensor], tuple[Tensor, Tensor]]) -> Quant:
+    """``power(scale)`` gives the scale that divides, and the one that is stored."""
+
+    def fn(y: Tensor, s: Tensor) -> tuple[Tensor, ...]:
+        parts = y.float().unflatten(-1, (y.shape[-1] // G, G))
+        scale, stored = power((parts.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-10))
+        return saturated(parts / scale).flatten(-2), stored.squeeze(-1)
+
+    return fn
+
+
+def e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    stored = scale.to(E8)
+    return stored.float(), stored
+
+
+def ceil_then_e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    return e8m0(torch.exp2(torch.ceil(torch.log2(scale))))
+
+
+def ceil_stored(scale: Tensor) -> tuple[Tensor, Tensor]:
+    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    return scale, scale.to(E8)
+
+
+def ceil_bits(scale: Tensor) -> tuple[Tensor, Tensor]:
+    """As DeepGEMM: the exponent's bits, which are those of e8m0."""
+    scale = torch.pow(2.0, torch.ceil(torch.log2(scale.abs())))
+    return scale, (scale.view(torch.int32) >> 23).to(torch.uint8)
+
+
+def ceil_bits_as_e8m0(scale: Tensor) -> tuple[Tensor, Tensor]:
+    scale, stored = ceil_bits(scale)
+    return scale, stored.view(E8)
+
+
+#: name -> (what a scale is made, power of the form)
+STORED: dict[str, tuple[Callable[[Tensor], tuple[Tensor, Tensor]], str]] = {
+    "e8m0": (e8m0, "e8m0"),
+    "ceil_then_e8m0": (ceil_then_e8m0, "ceil_e8m0"),
+    "ceil_stored": (ceil_stored, "ceil"),
+    "ceil_bits": (ceil_bits, "ceil"),
+    "ceil_bits_as_e8m0": (ceil_bits_as_e8m0, "ceil"),
+}
+
 _E4 = "float8_e4m3fn,"
 _END = "div,-448.0,448.0"
 _LOW = float(torch.tensor(1e-4))  # a tensor of float32 holds another number
@@ -646,6 +769,45 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
     "upper_bound": (
         _token(lambda a: (a.clamp(max=3.0) / 448).clamp(min=1e-6)),
         f"{_E4}token,float32,div,448.0,scale,1e-06,{_END},ceiling=3.0",
+    ),
+    "tensor_bound": (
+        bounded(lambda a, s: (a.clamp(max=s * 200) / 448).clamp(min=1e-12)),
+        f"{_E4}token,float32,div,448.0,scale,1e-12,{_END},upper=amax",
+    ),
+    "tensor_bound_last": (
+        bounded(lambda a, s: torch.minimum(a.clamp(min=1e-4), s * 200) * (1 / 448)),
+        f"{_E4}token,float32,mul,{_RECIP},amax,0.0001,{_END},upper=amax_last",
+    ),
+    "tensor_bound_of_scale": (
+        bounded(lambda a, s: torch.minimum(s, a / 448)),
+        f"{_E4}token,float32,div,448.0,none,0.0,{_END},upper=scale",
+    ),
+    "tensor_bound_of_scale_last": (
+        bounded(lambda a, s: torch.minimum((a / 448).clamp(min=1e-4), s)),
+        f"{_E4}token,float32,div,448.0,scale,0.0001,{_END},upper=scale_last",
+    ),
+    "group_bounded": (
+        group_bounded,
+        f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},upper=scale",
+    ),
+    "token_inverse_bounded": (
+        token_inverse_bounded,
+        f"{_E4}token,float32,inverse,448.0,amax,1e-12,mul_inverse,-448.0,448.0,upper=amax",
+    ),
+    "tensor_bounded": (
+        tensor_bounded,
+        f"{_E4}tensor,float32,div,448.0,scale,1e-12,{_END},upper=amax",
+    ),
+    **{
+        f"group_{name}": (
+            group_stored(power),
+            f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},power={word}",
+        )
+        for name, (power, word) in STORED.items()
+    },
+    "token_e8m0": (
+        _token(lambda a: e8m0((a / 448).clamp(min=1e-12))[0]),
+        f"{_E4}token,float32,div,448.0,scale,1e-12,{_END},power=e8m0",
     ),
     "both_bounds": (
         _token(lambda a: a.clamp(1e-3, 3.0) / 448),
@@ -686,10 +848,13 @@ MORE_QUANTS: dict[str, tuple[Quant, str]] = {
         group_power,
         f"{_E4}group16,float32,div,448.0,amax,0.0001,{_END},power=ceil",
     ),
-    "group_column_major": (
-        group_column_major,
-        f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END}",
-    ),
+    **{
+        f"group_{name}": (
+            laid_out(copy),
+            f"{_E4}group16,float32,div,448.0,scale,1e-10,{_END},layout={layout}",
+        )
+        for name, (copy, layout) in LAYOUTS.items()
+    },
     "int8_token": (int8_token, "int8,token,float32,div,127.0,scale,1e-07,div,-128.0,127.0"),
     "int8_tensor": (int8_tensor, "int8,tensor,float32,div,127.0,scale,1e-07,div,-127.0,127.0"),
     "int8_static": (int8_static, "int8,tensor,float32,given,127.0,none,0.0,div,-128.0,127.0"),

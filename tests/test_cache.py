@@ -141,7 +141,7 @@ def test_a_library_that_is_loaded_later_counts(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("fp8pass.target._loaded_libraries", lambda: (("vllm", "0.21.0"),))
     after = Target.detect("cuda:0")
     assert not before.has_library("vllm") and after.has_library("vllm")
-    assert before.key() != after.key() and after.spec == "sm90+vllm"
+    assert before.key() != after.key() and after.spec == "sm90+vllm==0.21"
 
 
 class Named(CustomGraphPass):

@@ -105,7 +105,7 @@ def test_which_graph(command: Command) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("a_program:pair", "--target", "sm99"), "fp8pass: unknown target 'sm99'; allowed:"),
+        (("a_program:pair", "--target", "sn90"), "fp8pass: unknown target 'sn90'; allowed:"),
         (("a_program:none", "--target", "sm90"), "fp8pass: module 'a_program' has no 'none'"),
         (("nowhere:f", "--target", "sm90"), "fp8pass: cannot import 'nowhere':"),
         (

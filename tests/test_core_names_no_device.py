@@ -23,10 +23,16 @@ SUBJECT = {
     "target.py": "the table of kinds and architectures",
     "lowerings/": "kernels say for which kinds they are",
     "kernels/": "each is for one kind",
+    "tuning/timing.py": "each kind of device has its own clock",
     "demo/": "an application of the package that runs on this machine's processor",
 }
 #: Single places in the core: file -> {words on the line that names a kind: why it may}.
 EXCEPTIONS: dict[str, dict[str, str]] = {
+    "tuning/live.py": {
+        "_cuda_getDriverVersion": "the version of that driver, where there is one",
+        "from fp8pass.kernels import cpu": "what prepare() packs with",
+        "cpu.pack(weight)": "likewise",
+    },
     "fp8_linear.py": {
         "from fp8pass.kernels import cpu": "prepare() packs for the kernel of this name",
         "cpu.pack(self.weight)": "likewise",

@@ -33,6 +33,7 @@ def test_all_examples_are_found() -> None:
         "inductor_option.py",
         "graph_dump_depyf.py",
         "cross_target.py",
+        "custom_lowering.py",
     } <= set(NAMES)
 
 

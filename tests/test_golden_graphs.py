@@ -19,12 +19,14 @@ import pytest
 import torch
 from golden_graphs import CASES, MODELS, OPTIONS, check_fakes, found, interpreted, values_of
 
-from fp8pass.lowerings import kernels, producer_kernel_names
+from fp8pass.lowerings import kernels, producer_kernel_names, weight_only_names
 from fp8pass.report import count_ops
 
 GOLDEN = Path(__file__).parent / "golden"
 SCHEMAS = json.loads((GOLDEN / "schemas.json").read_text())
 ALL = [(target, name) for target, names in CASES.items() for name in names]
+#: Without FP8 products, with another FP8 than some models have, or not known.
+NOT_ALL_LOWERED = ("sm75", "sm80", "sm86", "gfx90a", "gfx942", "gfx1100", "xpu-bmg", "unknown")
 case = pytest.mark.parametrize(("target", "name"), ALL, ids=lambda value: value)
 
 
@@ -66,9 +68,10 @@ def test_report_and_graph_tell_the_same(target: str, name: str) -> None:
     ours = sum(n for op, n in counts.items() if op.endswith("_quant.default"))
     assert ours == sum(site.kernel != "inductor" for site in fused)
     lowered = [site for site in result.report.sites if site.status == "lowered"]
-    assert len(lowered) == len(result.report.select("scaled_mm")) or target in ("gfx942", "xpu-bmg")
+    assert len(lowered) == len(result.report.select("scaled_mm")) or target in NOT_ALL_LOWERED
     products = {name: n for name, n in counts.items() if "scaled_mm" in name or "_int_mm" in name}
-    assert sum(products.values()) == len(result.report.select("scaled_mm"))
+    if "demo-group" not in name:  # spelled, and written out where no kernel takes it, as aten.mm
+        assert sum(products.values()) == len(result.report.select("scaled_mm"))
     assert products.get("fp8pass.scaled_mm_planned.default", 0) == sum(
         ";" in site.plan for site in lowered
     )
@@ -133,9 +136,10 @@ def test_a_golden_graph_has_each_call_that_can_be_emitted() -> None:
     shown = {part.partition("=")[2] for plan in plans for part in plan.split(";")}
     # for products that no golden model has: shown in golden/lowerings
     others = {
-        "torch_dequant", "torch_block", "triton_block",
-        "triton_int8", "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block",
-        "flashinfer_tensor", "flashinfer_block",
+        "triton_int8",
+        "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_tensor",
+        "flashinfer_block", "aiter_int8",
+        *weight_only_names(), "xpu",  # and in test_weight_only.py, test_xpu.py
     }  # fmt: skip
     assert {kernel.name for kernel in kernels()} - others == shown
     producers = {site.kernel for t, n in ALL for site in found(t, n).report.select(status="fused")}

@@ -23,7 +23,9 @@ def resolve(env: dict[str, str] | None = None, **arguments: Any) -> Options:
 
 def test_defaults() -> None:
     assert resolve() == Options()
-    assert Options() == Options(None, "exact", False, None, (), (), None, None, False)
+    assert Options() == Options(
+        None, "exact", False, None, (), (), None, None, False, None, "cached", None
+    )
 
 
 def test_arguments_win_over_the_environment() -> None:
@@ -48,12 +50,16 @@ def test_every_option_has_a_variable() -> None:
         "dump": "folder",
         "fuel": " 5 ",
         "self_check": "1",
+        "linear_backend": "fp8-block=triton, torch",
+        "tune": "measure",
+        "tune_cache": "place",
     }
     assert set(good) == set(Options.names())
     options = resolve({f"FP8PASS_{name.upper()}": value for name, value in good.items()})
     assert options == Options(
-        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5, True
-    )
+        "sm90", "fast", True, KERNELS[0], tuple(KERNELS[:2]), (KERNELS[-1],), "folder", 5, True,
+        "fp8-block=triton, torch", "measure", "place",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", Options.names())
@@ -82,11 +88,11 @@ BAD: list[tuple[str, Any, str]] = [
     ("fuel", True, ">= 0"),
     ("fuel", float("inf"), ">= 0"),
     ("fuel", float("nan"), ">= 0"),
-    ("target", "sm42", "sm90"),
+    ("target", "sn42", "sm90"),
     ("target", "sm90+nonsense", "cutlass"),
     ("target", 90, "string"),
     ("force", "fastest", KERNELS[0]),
-    ("force", ["cpu"], "string"),
+    ("force", 3, "SITES=name"),
     ("prefer", ["fastest"], KERNELS[0]),
     ("prefer", 5, "list"),
     ("disable", "fastest,other", KERNELS[0]),
@@ -129,6 +135,7 @@ def test_targets_and_paths_as_objects() -> None:
 
 def test_key_has_what_changes_a_rewrite() -> None:
     assert Options(dump="a").key() == Options(dump="b").key()
+    assert Options(tune_cache="a").key() == Options().key(), "its content counts, not its place"
     changes: dict[str, Any] = {
         "target": "cpu",
         "numerics": "fast",
@@ -138,6 +145,8 @@ def test_key_has_what_changes_a_rewrite() -> None:
         "disable": ("x",),
         "self_check": True,
         "fuel": 1,
+        "linear_backend": "torch",
+        "tune": "off",
     }
     made = {Options(**{name: value}).key() for name, value in changes.items()}
     assert len(made | {Options().key()}) == len(changes) + 1

@@ -99,7 +99,7 @@ def test_the_copy_is_not_in_the_state_dict() -> None:
     assert "prepared" in repr(model[0])
 
 
-@pytest.mark.parametrize("target", ["sm90", "gfx942", Target.parse("sm120+cutlass")], ids=str)
+@pytest.mark.parametrize("target", ["sm90", "gfx950", Target.parse("sm120+cutlass")], ids=str)
 def test_targets_that_need_nothing(target: Target | str) -> None:
     model = make()
     report = prepare(model, target)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
+import sys
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,7 @@ import torch
 
 from fp8pass import target as module
 from fp8pass.errors import OptionError
-from fp8pass.target import LIBRARIES, Target
+from fp8pass.target import LIBRARIES, UNKNOWN, Target
 
 NAMES = sorted(module._ARCHITECTURES)
 
@@ -41,7 +43,11 @@ def test_spelling() -> None:
 @pytest.mark.parametrize(
     ("text", "named", "allowed"),
     [
-        ("sm42", "sm42", "sm90"),
+        ("sm", "sm", "sm90"),
+        ("sn90", "sn90", "sm90"),
+        ("sm9o", "sm9o", "sm90"),
+        ("gfx", "gfx", "gfx942"),
+        ("mi300", "mi300", "gfx942"),
         ("", "''", "gfx942"),
         ("cuda", "cuda", "x86-amx"),
         ("sm90+", "''", "cutlass"),
@@ -58,7 +64,7 @@ def test_errors_name_value_and_allowed(text: str, named: str, allowed: str) -> N
 def test_facts() -> None:
     """What decides: who has FP8 products, in which format, and who is called what by torch."""
     no_fp8 = {name for name in NAMES if Target.parse(name).fp8_dtype is None}
-    assert no_fp8 == {"sm80", "sm86", "gfx90a", "gfx1100", "xpu-pvc"}
+    assert no_fp8 == {"sm75", "sm80", "sm86", "gfx90a", "gfx1100", "xpu-pvc"}
     fnuz = {name for name in NAMES if Target.parse(name).fp8_dtype == torch.float8_e4m3fnuz}
     assert fnuz == {"gfx942"}
     assert Target.parse("gfx942").fp8_max == 240.0 and Target.parse("gfx950").fp8_max == 448.0
@@ -137,14 +143,91 @@ def test_gpu_architectures(
     assert target.kind == ("rocm" if hip else "cuda")
 
 
-def test_unknown_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = SimpleNamespace(major=7, minor=5, multi_processor_count=33)
-    monkeypatch.setattr(torch.version, "hip", None)
+@pytest.fixture
+def nothing_warned_of() -> None:
+    module._warn_of.cache_clear()
+
+
+def warned(recwarn: pytest.WarningsRecorder) -> list[str]:
+    return [str(w.message) for w in recwarn if "does not know the architecture" in str(w.message)]
+
+
+@pytest.mark.parametrize(
+    ("hip", "properties", "arch"),
+    [
+        (None, {"major": 7, "minor": 0}, "sm70"),
+        (None, {"major": 13, "minor": 1}, "sm131"),
+        ("7.0", {"gcnArchName": "gfx1250:sramecc+"}, "gfx1250"),
+    ],
+)
+def test_unknown_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    nothing_warned_of: None,
+    recwarn: pytest.WarningsRecorder,
+    hip: str | None,
+    properties: dict[str, Any],
+    arch: str,
+) -> None:
+    """A device that is newer than this version, or too old, is no error: one warning."""
+    found = SimpleNamespace(**properties, multi_processor_count=33)
+    monkeypatch.setattr(torch.version, "hip", hip)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: found)
-    with pytest.raises(OptionError, match="sm75"):
-        module._detect_cuda(0)
+    for _ in range(2):
+        target = module._detect_cuda(0)
+    assert (target.kind, target.arch, target.units) == (UNKNOWN, arch, 33)
+    assert target.fp8_dtype is None and target.device_type == "cuda"
+    assert len(warned(recwarn)) == 1 and arch in warned(recwarn)[0]
+    assert Target.parse(target.spec).arch == arch
 
 
-def test_unknown_device_type() -> None:
+@pytest.mark.parametrize(
+    ("name", "device_type"),
+    [
+        ("unknown", "cuda"),
+        ("sm999", "cuda"),
+        ("sm100a", "cuda"),
+        ("gfx9999", "cuda"),
+        ("gfx90c", "cuda"),
+        ("mps-unknown", "mps"),
+    ],
+)
+def test_names_that_look_like_architectures(
+    nothing_warned_of: None, recwarn: pytest.WarningsRecorder, name: str, device_type: str
+) -> None:
+    first, again = Target.parse(name), Target.parse(f"{name}+vllm")
+    assert (first.kind, first.arch, first.device_type) == (UNKNOWN, name, device_type)
+    assert first.fp8_dtype is None and not first.host and again.has_library("vllm")
+    assert len(warned(recwarn)) == 1
+
+
+def test_unknown_device_types(nothing_warned_of: None, recwarn: pytest.WarningsRecorder) -> None:
     with pytest.raises(OptionError, match="meta"):
         Target.detect("meta")
+    target = module._detect("mps", None)
+    assert (target.kind, target.device_type) == (UNKNOWN, "mps")
+    assert len(warned(recwarn)) == 1
+
+
+def test_aiter_is_found_where_it_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not hasattr(torch.ops._C, "cutlass_scaled_mm")
+    assert module._loaded_libraries() == ()
+    aiter = ModuleType("aiter")
+    monkeypatch.setitem(sys.modules, "aiter", aiter)
+    assert module._loaded_libraries() == (("aiter", ""),)
+    monkeypatch.setattr(aiter, "__version__", "0.1.7.dev3+g12", raising=False)
+    assert module._loaded_libraries() == (("aiter", "0.1.7.dev3+g12"),)
+
+
+def test_versions_of_libraries() -> None:
+    target = Target.parse("gfx942+vllm==0.21.0+aiter")
+    assert target.spec == "gfx942+aiter+vllm==0.21"
+    assert target.library_version("vllm") == (0, 21)
+    assert target.library_version("aiter") is None and target.has_library("aiter")
+    assert target.library_version("cutlass") is None
+    assert Target.parse(target.spec).library_version("vllm") == (0, 21)
+    built = replace(target, libraries=(("vllm", "0.21.1rc1.dev8+gabc"),))
+    assert built.spec == "gfx942+vllm==0.21"
+    assert replace(target, libraries=(("vllm", "dev"),)).spec == "gfx942+vllm"
+    for text in ("gfx942+vllm==", "gfx942+vllm==new", "gfx942+==0.21"):
+        with pytest.raises(OptionError):
+            Target.parse(text)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fp8pass.ops import activation, linear, norm, quantize
+from fp8pass.ops import activation, layer_norm, linear, norm, quantize, weight_only
 from fp8pass.ops.library import LIBRARY, OpSpec, register
 from fp8pass.quant_key import QuantKey
 
@@ -35,6 +35,7 @@ def _kernel(module: str, name: str) -> Callable[..., Any]:
 #: torch's dispatch key of GPUs, ROCm's too.
 _GPU = "CUDA"
 _CPU = "CPU"
+_XPU = "XPU"
 
 
 def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> OpSpec:
@@ -44,8 +45,13 @@ def _with_kernel(spec: OpSpec, kernel: Callable[..., Any], key: str = _GPU) -> O
 
 
 def _producer(base: OpSpec, module: str) -> OpSpec:
+    return _producer_of("triton", base, f"fp8pass.kernels.{module}")
+
+
+def _producer_of(library: str, base: OpSpec, module: str) -> OpSpec:
+    """The operator ``<library>_<base>``, run by the function ``base`` of ``module``."""
     spec = OpSpec(
-        f"triton_{base.name}",
+        f"{library}_{base.name}",
         base.schema,
         base.reference,
         base.fake,
@@ -53,11 +59,12 @@ def _producer(base: OpSpec, module: str) -> OpSpec:
         1e-3,
         "the order of a reduction, and the last bits of exp, erf, tanh and rsqrt",
     )
-    return _with_kernel(spec, _kernel(f"fp8pass.kernels.{module}", base.name))
+    return _with_kernel(spec, _kernel(module, base.name))
 
 
 TRITON_RMS_NORM_QUANT = _producer(norm.RMS_NORM_QUANT, "triton_norm")
 TRITON_ADD_RMS_NORM_QUANT = _producer(norm.ADD_RMS_NORM_QUANT, "triton_norm")
+TRITON_LAYER_NORM_QUANT = _producer(layer_norm.LAYER_NORM_QUANT, "triton_layer_norm")
 TRITON_SILU_MUL_QUANT = _producer(activation.SILU_MUL_QUANT, "triton_activation")
 TRITON_ACT_MUL_QUANT = _producer(activation.ACT_MUL_QUANT, "triton_activation")
 TRITON_QUANTIZE = _producer(quantize.SPEC, "triton_quantize")
@@ -150,10 +157,13 @@ def _generic_on_cpu(
     """The own product where it computes what the keys and the form say, else the reference."""
     kinds = [QuantKey.parse(key).granularity for key in (act_key, weight_key)]
     plain = all(kind in ("tensor", "token", "channel") for kind in kinds)
-    if form or not plain or torch.int8 in (a.dtype, b.dtype):
+    own = (torch.float8_e4m3fn, torch.float8_e5m2)
+    if form or not plain or a.dtype not in own or b.dtype not in own:
         return linear.scaled_product(
             a, b, scale_a, scale_b, bias, out_dtype, act_key, weight_key, form, zero_point
         )
+    if prepared is not None and prepared.dtype != torch.bfloat16:
+        prepared = None  # laid out for another device
     scale_a, scale_b = map(linear.shaped_scale, (scale_a, scale_b), kinds)
     return _cpu_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype, prepared)
 
@@ -206,6 +216,12 @@ def block_inputs(*how: Any) -> Callable[[torch.Generator], Iterator[tuple[Any, .
             yield a, w.t(), scale_a, scale_b.t(), bias, torch.bfloat16, *how
 
     return inputs
+
+
+def _keyed_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for *operands, keys in linear.operands(generator):
+        yield *operands, *keys
+    yield from block_inputs(*BLOCK_KEYS)(generator)
 
 
 def _torch_block_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
@@ -325,3 +341,53 @@ SCALED_MM_PLANNED = _product(
     "0-16=triton_skinny;17-=torch_row",
     reference=_planned_reference,
 )
+
+
+def _planned_on_cpu(*args: Any) -> torch.Tensor:
+    """The plan where its kernels are for CPUs; else the reference, as for every other operator of a
+    graph for an absent device."""
+    from fp8pass.lowerings.planned import plan_is_for, run_planned
+
+    if plan_is_for(args[7], "cpu"):
+        return run_planned(*args)
+    return _planned_reference(*args)
+
+
+LIBRARY.impl(SCALED_MM_PLANNED.name, _planned_on_cpu, _CPU)
+
+
+# ---- weight-only products -----------------------------------------------------------------------
+
+
+def _weight_only(name: str, kernel: Callable[..., Any], key: str) -> OpSpec:
+    """An operator of one kernel for ``fp8pass::w8a16_mm``, whose arguments it has but the last."""
+    spec = OpSpec(
+        name,
+        "(Tensor a, Tensor b, Tensor scale_b, Tensor? bias, ScalarType out_dtype, str weight_key,"
+        " str form='') -> Tensor",
+        weight_only.weight_only_product,
+        weight_only.fake_w8a16_mm,
+        weight_only.operands,
+        0.0,
+        "as w8a16_mm",
+    )
+    return _with_kernel(spec, kernel, key)
+
+
+#: fp8pass's own weight-only product on a GPU.
+TRITON_W8A16_MM = _weight_only(
+    "triton_w8a16_mm", _kernel("fp8pass.kernels.triton_w8a16", "w8a16_mm"), _GPU
+)
+#: Products by vllm-xpu-kernels, where its library is loaded.
+XPU_SCALED_MM = _product(
+    "xpu_scaled_mm",
+    ", str act_key, str weight_key",
+    _kernel("fp8pass.lowerings.xpu", "scaled_mm"),
+    key=_XPU,
+    reference=_keyed_reference,
+    inputs=_keyed_inputs,
+)
+XPU_W8A16_MM = _weight_only("xpu_w8a16_mm", _kernel("fp8pass.lowerings.xpu", "w8a16_mm"), _XPU)
+
+# behind what it is made of
+from fp8pass.kernels import rocm_operators  # noqa: E402, F401  isort: skip

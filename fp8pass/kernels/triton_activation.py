@@ -28,12 +28,13 @@ from fp8pass.kernels.triton_rows import (
     amax_of,
     begin,
     load_chunks,
+    load_scale,
     prepared,
-    scale_of,
     store_chunks,
     store_codes,
     store_groups,
 )
+from fp8pass.kernels.triton_scales import scale_of
 from fp8pass.ops.forms import ActForm, QuantForm
 from fp8pass.ops.library import nothing
 from fp8pass.ops.quantize import empty_scale
@@ -95,6 +96,9 @@ def _silu_rows(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A scale for each row, and its codes."""
@@ -110,10 +114,11 @@ def _silu_rows(
         results = _products(gates, ups, GATED, ACT, STEP, MID, PRODUCT, OUT, CHUNKS)
         if y_ptr is not None:
             store_chunks(y_ptr + row * WIDTH, results, 0, OUT, CHUNKS, CHUNK, LIMIT)
-        scale = scale_of(amax_of(results, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+        amax = amax_of(results, CHUNKS)
+        scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
         tl.store(scale_ptr + row, scale)
         store_codes(
-            q_ptr + row * WIDTH, results, 0, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+            q_ptr + row * WIDTH, results, 0, prepared(used, APPLY, QUOTIENT, ORDINARY),
             FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
         )  # fmt: skip
         index += tl.num_programs(0)
@@ -155,6 +160,9 @@ def _silu_pieces(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -170,7 +178,7 @@ def _silu_pieces(
         start = (piece % PER_ROW) * (CHUNKS * CHUNK)
         if partials_ptr is None:  # noqa: SIM102  (Triton drops each branch by itself)
             if GROUP == 0:
-                scale = tl.load(scale_ptr, volatile=FIRST)
+                used = load_scale(scale_ptr, row, scale_pitch, FIRST)
         if GATED:
             ups = load_chunks(up_ptr + row * up_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
         gates = load_chunks(gate_ptr + row * gate_pitch, start, CHUNKS, CHUNK, LIMIT, FIRST)
@@ -185,11 +193,11 @@ def _silu_pieces(
             store_groups(
                 q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, results, start,
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
-                GROUP, CHUNKS, CHUNK, LIMIT,
+                CEILING, POWER, WIDE, GROUP, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         else:
             store_codes(
-                q_ptr + row * WIDTH, results, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+                q_ptr + row * WIDTH, results, start, prepared(used, APPLY, QUOTIENT, ORDINARY),
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         piece += tl.num_programs(0)
@@ -238,7 +246,7 @@ def act_mul_quant(
     Args:
         gate, up: ``[..., I]`` bf16, fp16 or fp32; rows may have any pitch, so that both may be
             halves of one packed ``[..., 2 I]``. ``up`` is None for the activation alone.
-        scale: one float32 on the device of ``gate`` if ``quant_form`` is static, else None.
+        scale: as :func:`fp8pass.kernels.triton_quantize.quantize` takes it.
         form, quant_form: texts of an :class:`ActForm` and a :class:`QuantForm`.
         keep: return the product too.
 
@@ -255,7 +263,7 @@ def act_mul_quant(
     host.check(why, gate, *(() if up is None else (up,)))
     assert width is not None
     act, quant = ActForm.parse(form), QuantForm.parse(quant_form)
-    host.check_scale(quant, scale, gate)
+    scale = host.given_scale(quant, scale, gate)
     gates, rows, gate_pitch = host.rows_of(gate, width)
     ups, _, up_pitch = (None, 0, 0) if up is None else host.rows_of(up, width)
     constants = _act_constants(form, up_dtype)

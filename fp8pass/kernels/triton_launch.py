@@ -10,6 +10,8 @@ width, by the number of rows). The number of rows itself and epsilon do not.
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -20,6 +22,7 @@ from fp8pass.errors import UnsupportedError
 from fp8pass.kernels.triton_dispatch import launcher
 from fp8pass.kernels.triton_rounding import NATIVE
 from fp8pass.ops.forms import QuantForm
+from fp8pass.ops.quantize import dynamic_scale
 
 TL = {
     torch.float32: tl.float32,
@@ -27,6 +30,8 @@ TL = {
     torch.float16: tl.float16,
     torch.float8_e4m3fn: tl.float8e4nv,
     torch.float8_e5m2: tl.float8e5,
+    torch.int8: tl.int8,
+    torch.float64: tl.float64,
 }
 #: Values of one row that a thread loads at once: 16 bytes of a 16-bit dtype. With the same number
 #: for every operand no value changes its thread between a load and a store.
@@ -74,7 +79,7 @@ def codes_like(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def as_stored(q: torch.Tensor) -> torch.Tensor:
     """Codes as the kernels write them: the interpreter has no fp8 of its own."""
-    return q if NATIVE.value else q.view(torch.uint8)
+    return q if NATIVE.value or q.dtype == torch.int8 else q.view(torch.uint8)
 
 
 def check(why: str | None, *same_shape: torch.Tensor) -> None:
@@ -93,22 +98,35 @@ def check(why: str | None, *same_shape: torch.Tensor) -> None:
         raise UnsupportedError(f"fp8pass's Triton kernels do not take {why}")
 
 
-def check_scale(quant: QuantForm, scale: torch.Tensor | None, x: torch.Tensor) -> None:
-    """Refuse a scale that the form does not say.
+def given_scale(
+    quant: QuantForm, scale: torch.Tensor | None, x: torch.Tensor
+) -> torch.Tensor | None:
+    """A scale as the kernels read it, or None; one that the form does not say is refused.
+
+    Returns:
+        Per tensor ``scale`` itself; per token ``[rows]`` and per group ``[rows, K / n]`` with any
+        strides (a copy only where the leading dims have no single pitch).
 
     Raises:
         ValueError: the form is static and no scale is given, or the reverse.
-        UnsupportedError: the scale is not one float32 value on the device of ``x``.
+        UnsupportedError: the scale is not float32 on the device of ``x``, or its shape not one
+            element, ``[..., 1]`` or ``[..., K / n]`` as the form says.
     """
     if quant.static != (scale is not None):
         raise ValueError(f"form {quant} and scale {None if scale is None else 'given'} disagree")
     if scale is None:
-        return
-    if scale.dtype != torch.float32 or scale.numel() != 1 or scale.device != x.device:
+        return None
+    wanted = quant.scale_shape(tuple(x.shape))
+    shaped = scale.numel() == 1 if not wanted else scale.shape == wanted
+    if scale.dtype != torch.float32 or not shaped or scale.device != x.device:
         raise UnsupportedError(
             "fp8pass's Triton kernels do not take a scale of shape "
             f"{tuple(scale.shape)}, {scale.dtype}, on {scale.device}"
         )
+    if not wanted:
+        return scale
+    rows = math.prod(wanted[:-1])
+    return scale.reshape(rows) if quant.group is None else scale.reshape(rows, wanted[-1])
 
 
 # ---- forms --------------------------------------------------------------------------------------
@@ -139,17 +157,23 @@ def quant_constants(text: str, scalar_scale: bool) -> dict[str, Any]:
         "FACTOR": factor(form),
         "FLOOR": form.floor,
         "FLOOR_VALUE": form.floor_value,
+        "CEILING": 0.0 if form.ceiling == math.inf else form.ceiling,
+        "POWER": form.power,
+        "WIDE": TL[form.scale_dtype],
     }
 
 
 def scale_strides(form: QuantForm, scale: torch.Tensor) -> tuple[int | None, int | None]:
-    """Values from row to row and from group to group of the scales of a dynamic ``group<n>``.
+    """Values from row to row and from group to group of the scales of a ``group<n>``.
 
-    Two None for other forms: kernels then compile without the two.
+    The same of given scales that :func:`check_scale` has shaped; None for what a form does not
+    have: kernels then compile without it.
     """
-    if form.group is None or form.static:
+    if form.granularity == "tensor" or (form.group is None and not form.static):
         return None, None
-    # all leading dims are one: in every layout the rows of a scale have one pitch
+    if form.group is None:
+        return scale.stride(0), None
+    # leading dims are one in effect: in every layout the rows of a scale have one pitch
     return scale.stride(-2) if scale.dim() > 1 else 0, scale.stride(-1)
 
 
@@ -160,7 +184,7 @@ def factor(form: QuantForm) -> float:
     reciprocal; on a CPU it divides. The kernels do what eager does on their device.
     """
     if form.scale == "div" and NATIVE.value:
-        return reciprocal(form.qmax)
+        return 1.0 / form.qmax if form.scale_dtype == torch.float64 else reciprocal(form.qmax)
     return form.qmax
 
 
@@ -170,16 +194,24 @@ def ordinary(form: QuantForm) -> bool:
     See :func:`fp8pass.kernels.triton_rounding.divisor`. A floor bounds it from below, the largest
     float32 over the constant from above; nothing is known of a given scale.
     """
-    if form.static or form.floor == "none" or form.compute != torch.float32:
+    if form.static or form.scale == "inverse" or form.compute != torch.float32:
+        return False
+    if form.floor not in ("scale", "amax") or form.ceiling != math.inf:
+        return False
+    if form.scale_dtype != torch.float32:
         return False
     per_amax = 1.0 / form.qmax if form.scale == "div" else form.qmax
     floor = form.floor_value * (per_amax if form.floor == "amax" else 1.0)
     largest = float(torch.finfo(torch.float32).max) * per_amax
+    if form.power != "none":
+        largest *= 2
     return floor >= 2.0**-80 and 0.0 < largest <= 2.0**120
 
 
 def scale_of_nothing(form: QuantForm) -> float:
     """The scale of a tensor without values, as if all of them were zero."""
+    if form.scale == "inverse" or not form.plain or form.floor not in ("none", "scale", "amax"):
+        return float(dynamic_scale(torch.zeros(1, 1), replace(form, granularity="tensor")).item())
     amax = max(0.0, form.floor_value) if form.floor == "amax" else 0.0
     scale = amax / form.qmax if form.scale == "div" else amax * form.qmax
     return max(scale, form.floor_value) if form.floor == "scale" else scale

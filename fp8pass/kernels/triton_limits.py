@@ -7,16 +7,15 @@ called by hand is refused with the same words.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import cache
 
 import torch
 
 from fp8pass.errors import OptionError
-from fp8pass.ops.forms import MODEL_DTYPES, ActForm, NormForm, QuantForm
+from fp8pass.ops.forms import MODEL_DTYPES, ActForm, LayerNormForm, NormForm, QuantForm
 
-#: fp8 dtypes that the casts of NVIDIA GPUs produce.
-CODES = (torch.float8_e4m3fn, torch.float8_e5m2)
+#: fp8 dtypes that the casts of NVIDIA GPUs produce, and int8.
+CODES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int8)
 #: A row that has to be seen twice (for its sum of squares, or its largest value) is kept in the
 #: registers of one program: 16 warps of 64 values a thread.
 MAX_ROW = 32768
@@ -35,35 +34,39 @@ def _exact(value: float, dtype: torch.dtype) -> bool:
 
 
 def _why_not_group(form: QuantForm, width: int | None) -> str | None:
-    """Of a dynamic ``group<n>``: a group lies within one chunk of a row, and is reduced there."""
+    """Of a ``group<n>``: a group lies within one chunk of a row, and is reduced there."""
     group = form.group
     assert group is not None
     if group not in GROUPS:
         return f"groups of {group} values (a power of two from {GROUPS[0]} to {GROUPS[-1]})"
     if width is not None and width % group:
         return f"groups of {group} values in rows of {width}"
-    if form.compute != torch.float32:
-        return f"groups divided in {form.compute}"
     return None
 
 
 def _why_not_quant(form: QuantForm, width: int | None) -> str | None:
     if form.dtype not in CODES:
-        return f"codes of {form.dtype}: the GPU's casts make {CODES[0]} and {CODES[1]}"
-    if form.static and form.granularity != "tensor":
-        return f"a given scale per {form.granularity}"
-    laid_out = form if form.group is None else replace(form, layout="row")
-    if not laid_out.plain or form.scale == "inverse":
-        return f"the form {form}"
+        return f"codes of {form.dtype}: the GPU's casts make {', '.join(map(str, CODES))}"
+    if form.zero != "none":
+        return f"codes with a zero point (the form {form})"
+    if form.upper != "none":
+        return f"a scale bounded by a tensor (the form {form})"
+    if form.power not in ("none", "ceil", "floor"):
+        return f"scales rounded by a cast to float8_e8m0fnu (the form {form})"
+    if form.layout != "row" and form.group is None:
+        return f"the form {form}"  # a layout of scales that are no matrix
+    if form.power == ("ceil" if form.scale == "inverse" else "floor"):
+        return f"the form {form}"  # its reference knows no such rounding
     if form.group is not None and (why := _why_not_group(form, width)):
         return why
-    if form.floor not in ("none", "scale", "amax"):
-        return f"the form {form}"
     if form.scale == "div" and form.qmax == 0.0:
         return "a division by the constant 0"
-    top = float(torch.finfo(form.dtype).max)
-    if not -top <= form.lo <= form.hi <= top:
+    whole = form.dtype == torch.int8
+    info = torch.iinfo(torch.int8) if whole else torch.finfo(form.dtype)
+    if not info.min <= form.lo <= form.hi <= info.max:
         return f"clamp bounds [{form.lo}, {form.hi}] that {form.dtype} cannot hold"
+    if whole and not (form.lo.is_integer() and form.hi.is_integer()):
+        return f"clamp bounds [{form.lo}, {form.hi}] that are no integers"
     for bound in (form.lo, form.hi):
         # Both are compared in the dtype of the division, where torch first rounds them.
         if not _exact(bound, form.compute):
@@ -114,6 +117,29 @@ def why_not_norm(
         product = torch.promote_types(norm.mid, weight_dtype)
         if product != torch.float32:
             return f"a cast to {norm.out} after a product that is rounded to {product}"
+    return _why_not_width(width, MAX_ROW) or _why_not_quant(quant, width)
+
+
+@cache
+def why_not_layer_norm(
+    form: str,
+    quant_form: str,
+    width: int | None,
+    x_dtype: torch.dtype,
+    weight_dtype: torch.dtype | None,
+    bias_dtype: torch.dtype | None,
+) -> str | None:
+    """Why the kernel for ``layer_norm_quant`` refuses a site; as :func:`why_not_norm`."""
+    try:
+        norm, quant = LayerNormForm.parse(form), QuantForm.parse(quant_form)
+    except OptionError as error:
+        return str(error)
+    if (norm.affine == "none") != (weight_dtype is None and bias_dtype is None):
+        return f"the form {form} {'with' if norm.affine == 'none' else 'without'} weight or bias"
+    dtypes = {"an input": x_dtype, "a weight": weight_dtype, "a bias": bias_dtype}
+    for name, dtype in dtypes.items():
+        if dtype is not None and (why := _why_not_dtype(name, dtype)):
+            return why
     return _why_not_width(width, MAX_ROW) or _why_not_quant(quant, width)
 
 

@@ -35,13 +35,14 @@ from fp8pass.kernels.triton_rows import (
     begin,
     load_chunk,
     load_chunks,
+    load_scale,
     prepared,
-    scale_of,
     store_chunks,
     store_codes,
     store_groups,
     zero_beyond,
 )
+from fp8pass.kernels.triton_scales import scale_of
 from fp8pass.ops.forms import NormForm, QuantForm
 from fp8pass.ops.library import nothing
 from fp8pass.ops.quantize import empty_scale
@@ -211,6 +212,9 @@ def _norm_rows(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -225,8 +229,9 @@ def _norm_rows(
         if residual_ptr is not None:
             residual_row = residual_ptr + row * residual_pitch
             residual = load_chunks(residual_row, 0, CHUNKS, CHUNK, LIMIT)
-        if SCALE == "given":
-            scale = tl.load(scale_ptr)
+        if SCALE == "given":  # noqa: SIM102  (Triton drops each branch by itself)
+            if GROUP == 0:
+                used = load_scale(scale_ptr, row, scale_pitch)
         if residual_ptr is not None:
             values = _sums(values, residual, SUM, CHUNKS)
         if total_ptr is not None:
@@ -245,14 +250,17 @@ def _norm_rows(
             store_groups(
                 q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, results, 0,
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
-                GROUP, CHUNKS, CHUNK, LIMIT,
+                CEILING, POWER, WIDE, GROUP, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         else:
             if SCALE != "given":
-                scale = scale_of(amax_of(results, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+                amax = amax_of(results, CHUNKS)
+                scale, used = scale_of(
+                    amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE
+                )
                 tl.store(scale_ptr + row, scale)
             store_codes(
-                q_ptr + row * WIDTH, results, 0, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+                q_ptr + row * WIDTH, results, 0, prepared(used, APPLY, QUOTIENT, ORDINARY),
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         index += tl.num_programs(0)
@@ -292,15 +300,18 @@ def _norm_pieces(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """The second pass for one scale: normalise with the first one's ``1 / rms``, and quantise."""
     begin(OVERLAP)
     amax = amax_of_partials(partials_ptr, partials, PARTIALS)
-    scale = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+    scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
     if tl.program_id(0) == 0:
         tl.store(scale_ptr, scale)
-    ready = prepared(scale, APPLY, QUOTIENT, ORDINARY)
+    ready = prepared(used, APPLY, QUOTIENT, ORDINARY)
     piece = tl.program_id(0)
     while piece < pieces:
         row = tl.cast(piece // PER_ROW, tl.int64)
@@ -342,7 +353,7 @@ def _check(
     scale: torch.Tensor | None,
     form: str,
     quant_form: str,
-) -> tuple[QuantForm, int]:
+) -> tuple[QuantForm, int, torch.Tensor | None]:
     width = host.width_of(x)
     residual_dtype = None if residual is None else residual.dtype
     weight_dtype = None if weight is None else weight.dtype
@@ -352,8 +363,7 @@ def _check(
     if weight is not None and (weight.shape != (width,) or weight.device != x.device):
         host.check(f"a weight of shape {tuple(weight.shape)} on {weight.device}")
     quant = QuantForm.parse(quant_form)
-    host.check_scale(quant, scale, x)
-    return quant, width
+    return quant, width, host.given_scale(quant, scale, x)
 
 
 def _run(
@@ -366,7 +376,7 @@ def _run(
     quant_form: str,
     keep: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    quant, width = _check(x, residual, weight, scale, form, quant_form)
+    quant, width, scale = _check(x, residual, weight, scale, form, quant_form)
     norm, out = _norm_constants(form, None if weight is None else weight.dtype)
     if weight is not None and weight.stride(0) != 1:
         weight = weight.contiguous()
@@ -444,7 +454,7 @@ def rms_norm_quant(
     Args:
         x: ``[..., H]`` bf16, fp16 or fp32; rows may have any pitch.
         weight: ``[H]`` of any of these dtypes, or None.
-        scale: one float32 on the device of ``x`` if ``quant_form`` is static, else None.
+        scale: as :func:`fp8pass.kernels.triton_quantize.quantize` takes it.
         eps: added to the mean of squares.
         form, quant_form: texts of a :class:`NormForm` and a :class:`QuantForm`.
         keep: return the normalised value too.

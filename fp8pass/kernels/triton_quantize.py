@@ -22,11 +22,12 @@ from fp8pass.kernels.triton_rows import (
     amax_of_partials,
     begin,
     load_chunks,
+    load_scale,
     prepared,
-    scale_of,
     store_codes,
     store_groups,
 )
+from fp8pass.kernels.triton_scales import scale_of
 from fp8pass.ops.forms import QuantForm
 from fp8pass.ops.library import nothing
 from fp8pass.ops.quantize import empty_scale
@@ -54,6 +55,9 @@ def _quantize_rows(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
     """A scale for each row, and its codes."""
@@ -62,10 +66,11 @@ def _quantize_rows(
     while index < rows:
         row = tl.cast(index, tl.int64)
         chunks = load_chunks(x_ptr + row * pitch, 0, CHUNKS, CHUNK, LIMIT)
-        scale = scale_of(amax_of(chunks, CHUNKS), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+        amax = amax_of(chunks, CHUNKS)
+        scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
         tl.store(scale_ptr + row, scale)
         store_codes(
-            q_ptr + row * WIDTH, chunks, 0, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+            q_ptr + row * WIDTH, chunks, 0, prepared(used, APPLY, QUOTIENT, ORDINARY),
             FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
         )  # fmt: skip
         index += tl.num_programs(0)
@@ -124,6 +129,9 @@ def _quantize_pieces(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUP: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
@@ -135,7 +143,7 @@ def _quantize_pieces(
     if GROUP == 0:  # noqa: SIM102  (Triton drops each branch by itself)
         if SCALE != "given":
             amax = amax_of_partials(partials_ptr, partials, PARTIALS)
-            scale = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+            scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
             if tl.program_id(0) == 0:
                 tl.store(scale_ptr, scale)
     piece = tl.program_id(0)
@@ -147,27 +155,33 @@ def _quantize_pieces(
             store_groups(
                 q_ptr + row * WIDTH, scale_ptr + row * scale_pitch, group_stride, chunks, start,
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, SCALE, FACTOR, FLOOR, FLOOR_VALUE,
-                GROUP, CHUNKS, CHUNK, LIMIT,
+                CEILING, POWER, WIDE, GROUP, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         else:
             if SCALE == "given":
-                scale = tl.load(scale_ptr)  # here, so that what it takes is not waited for first
+                # here, so that what it takes is not waited for first
+                used = load_scale(scale_ptr, row, scale_pitch)
             store_codes(
-                q_ptr + row * WIDTH, chunks, start, prepared(scale, APPLY, QUOTIENT, ORDINARY),
+                q_ptr + row * WIDTH, chunks, start, prepared(used, APPLY, QUOTIENT, ORDINARY),
                 FP8, LO, HI, COMPUTE, QUOTIENT, APPLY, ORDINARY, CHUNKS, CHUNK, LIMIT,
             )  # fmt: skip
         piece += tl.num_programs(0)
 
 
 def quantize(
-    x: torch.Tensor, scale: torch.Tensor | None, form: str
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: str,
+    scale_ub: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """``fp8pass::quantize`` on a GPU, as :func:`fp8pass.ops.quantize.reference`.
 
     Args:
         x: ``[..., K]`` bf16, fp16 or fp32; rows may have any pitch.
-        scale: one float32 on the device of ``x`` if ``form`` is static, else None.
+        scale: float32 on the device of ``x`` if ``form`` is static, else None: one element,
+            ``[..., 1]`` per token or ``[..., K / n]`` per group, of any strides.
         form: ``str`` of a :class:`fp8pass.ops.forms.QuantForm`.
+        scale_ub: None: a form that has one is refused.
 
     Returns:
         ``(q, scale_out)`` as the reference; the scale of a tensor without rows is that of zeros.
@@ -180,7 +194,9 @@ def quantize(
     quant = QuantForm.parse(form)
     width = host.width_of(x)
     host.check(why_not_quantize(form, width, x.dtype))
-    host.check_scale(quant, scale, x)
+    scale = host.given_scale(quant, scale, x)
+    if scale_ub is not None:
+        raise ValueError(f"the form {form} has no upper bound, but scale_ub is given")
     assert width is not None
     if scale is None and quant.granularity == "tensor":
         return quantize_tensor(x, width, form, None)

@@ -135,6 +135,18 @@ def to_fp8(x, FP8: tl.constexpr, LO: tl.constexpr, HI: tl.constexpr, NATIVE: tl.
     return code
 
 
+@triton.jit
+def to_int8(x, LO: tl.constexpr, HI: tl.constexpr):
+    """float32 to the nearest integers, ties to even, within [LO, HI]; NaN becomes 0.
+
+    The bounds are integers of int8, so that rounding after the clamp is rounding before it. Adding
+    1.5 * 2^23 rounds to an integer, and leaves it in the lowest byte.
+    """
+    x = tl.where(x == x, x, 0.0)
+    x = tl.clamp(x, LO, HI)
+    return ((x + 12582912.0).to(tl.int32, bitcast=True) & 0xFF).to(tl.int8)
+
+
 # ---- reductions ---------------------------------------------------------------------------------
 
 

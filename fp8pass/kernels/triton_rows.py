@@ -22,8 +22,10 @@ from fp8pass.kernels.triton_rounding import (
     narrow,
     rounded,
     to_fp8,
+    to_int8,
     widen,
 )
+from fp8pass.kernels.triton_scales import scale_of
 
 try:  # absent from builds of Triton without the NVIDIA backend, where only the interpreter runs
     from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -130,28 +132,8 @@ def amax_of_partials(partials_ptr, count, PARTIALS: tl.constexpr):
 
 
 @triton.jit
-def scale_of(
-    amax,
-    SCALE: tl.constexpr,
-    FACTOR: tl.constexpr,
-    FLOOR: tl.constexpr,
-    FLOOR_VALUE: tl.constexpr,
-):
-    """The dequant scale of a largest value, with the recorded floor; NaN stays NaN."""
-    if FLOOR == "amax":
-        amax = larger(amax, FLOOR_VALUE)
-    if SCALE == "div" and not NATIVE:
-        scale = tl.div_rn(amax, FACTOR)
-    else:
-        scale = amax * FACTOR
-    if FLOOR == "scale":
-        scale = larger(scale, FLOOR_VALUE)
-    return scale
-
-
-@triton.jit
 def prepared(scale, APPLY: tl.constexpr, QUOTIENT: tl.constexpr, ORDINARY: tl.constexpr):
-    """What :func:`store_codes` needs of a scale."""
+    """What :func:`store_codes` needs of a scale; of the inverse scale for ``mul_inverse``."""
     if APPLY == "div":
         # torch rounds a scale without dimensions to the dtype of the division on a GPU, and takes
         # it as it is on a CPU.
@@ -159,7 +141,10 @@ def prepared(scale, APPLY: tl.constexpr, QUOTIENT: tl.constexpr, ORDINARY: tl.co
             scale = rounded(scale, QUOTIENT, NATIVE)
         first, second, third = divisor(scale, ORDINARY, NATIVE)
     else:
-        first = tl.div_rn(1.0, scale)
+        if APPLY == "mul_inverse":
+            first = scale
+        else:
+            first = tl.div_rn(1.0, scale)
         if NATIVE:
             first = rounded(first, QUOTIENT, NATIVE)
         second = first
@@ -192,8 +177,22 @@ def store_codes(
             values = divided(values, first, second, third, ORDINARY, LO, HI, NATIVE)
         else:
             values = values * first
-        codes = to_fp8(rounded(values, QUOTIENT, NATIVE), FP8, LO, HI, NATIVE)
+        values = rounded(values, QUOTIENT, NATIVE)
+        if tl.int8 == FP8:
+            codes = to_int8(values, LO, HI)
+        else:
+            codes = to_fp8(values, FP8, LO, HI, NATIVE)
         store_chunk(row, codes, start + c * CHUNK + tl.arange(0, CHUNK), LIMIT)
+
+
+@triton.jit
+def load_scale(scale_ptr, row, scale_pitch, FIRST: tl.constexpr = False):
+    """A given scale: the only one (``scale_pitch`` is None), or that of a row."""
+    if scale_pitch is None:
+        scale = tl.load(scale_ptr, volatile=FIRST)
+    else:
+        scale = tl.load(scale_ptr + row * scale_pitch, volatile=FIRST)
+    return scale
 
 
 # ---- groups -------------------------------------------------------------------------------------
@@ -224,26 +223,36 @@ def store_groups(
     FACTOR: tl.constexpr,
     FLOOR: tl.constexpr,
     FLOOR_VALUE: tl.constexpr,
+    CEILING: tl.constexpr,
+    POWER: tl.constexpr,
+    WIDE: tl.constexpr,
     GROUP: tl.constexpr,
     CHUNKS: tl.constexpr,
     CHUNK: tl.constexpr,
     LIMIT: tl.constexpr,
 ):
-    """A scale for each GROUP neighbours of a row's chunks, and the codes for it.
+    """A scale for each GROUP neighbours of a row's chunks, given or not, and the codes for it.
 
     GROUP is a power of two that divides CHUNK, ``start`` and the row's width, so that every group
     lies in one chunk, and within the row or beyond it. Scales of a row are ``group_stride`` apart.
     """
     for c in tl.static_range(CHUNKS):
-        blocks = tl.reshape(tl.abs(chunks[c]), (CHUNK // GROUP, GROUP))
-        scale = scale_of(tl.reduce(blocks, 1, larger), SCALE, FACTOR, FLOOR, FLOOR_VALUE)
+        if SCALE != "given":
+            blocks = tl.reshape(tl.abs(chunks[c]), (CHUNK // GROUP, GROUP))
+            amax = tl.reduce(blocks, 1, larger)
+            scale, used = scale_of(amax, SCALE, FACTOR, FLOOR, FLOOR_VALUE, CEILING, POWER, WIDE)
         groups = (start + c * CHUNK) // GROUP + tl.arange(0, CHUNK // GROUP)
         places = scale_row + tl.cast(groups, tl.int64) * group_stride
-        if LIMIT == 0:
+        if SCALE == "given":
+            if LIMIT == 0:
+                used = tl.load(places)
+            else:
+                used = tl.load(places, mask=groups < LIMIT // GROUP, other=1.0)
+        elif LIMIT == 0:
             tl.store(places, scale)
         else:
             tl.store(places, scale, mask=groups < LIMIT // GROUP)
-        first, second, third = prepared(scale, APPLY, QUOTIENT, ORDINARY)
+        first, second, third = prepared(used, APPLY, QUOTIENT, ORDINARY)
         if APPLY != "div":
             first = spread(first, GROUP, CHUNK)
         else:

@@ -17,8 +17,18 @@ from fp8pass.lowerings import (  # isort: split
     torch_dequant,
     vllm_block,
     vllm_int8,
+    weight_only,
+    xpu,
 )
 
+# ROCm's libraries
+from fp8pass.lowerings import (  # isort: skip
+    aiter_block,
+    aiter_producers,
+    aiter_row,
+    aiter_shuffled,
+    vllm_skinny,
+)
 from fp8pass.lowerings.choice import (
     FORCED,
     MEASURED,
@@ -31,6 +41,7 @@ from fp8pass.lowerings.choice import (
 )
 from fp8pass.lowerings.producers import producer_kernel_names
 from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
     EmitSite,
     Kernel,
     find,
@@ -38,6 +49,7 @@ from fp8pass.lowerings.registry import (
     kernels,
     register,
     unregister,
+    weight_only_names,
 )
 
 __all__ = [
@@ -45,10 +57,15 @@ __all__ = [
     "MEASURED",
     "PREFERRED",
     "STATIC_PRIORITY",
+    "WEIGHT_ONLY",
     "Choice",
     "EmitSite",
     "Kernel",
     "Rejection",
+    "aiter_block",
+    "aiter_producers",
+    "aiter_row",
+    "aiter_shuffled",
     "choose",
     "consider",
     "cpu",
@@ -67,4 +84,8 @@ __all__ = [
     "vllm_block",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_skinny",
+    "weight_only",
+    "weight_only_names",
+    "xpu",
 ]

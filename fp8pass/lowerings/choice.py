@@ -1,11 +1,12 @@
 """Choosing the kernels of one scaled product, and saying why no other was chosen.
 
-Order: forced by the user, preferred by the user, the measured table of the architecture, static
-priority. Decode and prefill want different kernels, so the site's range of M is cut where a kernel
-or the table says that something changes, each part is decided by itself, and neighbours with one
-answer are joined again. A pure function of the target, the problem and the options: the choice for
-any device can be made on any other, and equal sites share one answer from a cache, because a model
-asks the same question hundreds of times.
+Order: forced by the user, preferred by the user, what was measured on this very device, the shipped
+table of the architecture, static priority. Decode and prefill want different kernels, so the site's
+range of M is cut where a kernel or a table says that something changes, each part is decided by
+itself, and neighbours with one answer are joined again. A function of the target, the problem, the
+options and, unless they are off or a target was named, the measurements of the device that is here:
+the choice for any device can be made on any other, and equal sites share one answer from a cache,
+because a model asks the same question hundreds of times.
 """
 
 from __future__ import annotations
@@ -16,19 +17,32 @@ from functools import lru_cache
 
 from fp8pass.errors import NoKernelError
 from fp8pass.lowerings.producers import producer_kernel_names
-from fp8pass.lowerings.registry import Kernel, find, kernels
+from fp8pass.lowerings.registry import (
+    WEIGHT_ONLY,
+    Kernel,
+    find,
+    kernels,
+    weight_only_names,
+)
 from fp8pass.lowerings.tables import Table, table_for
+from fp8pass.lowerings.vllm_names import backend_kernels
 from fp8pass.options import Options
 from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import dtype_name
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import Target
+from fp8pass.selectors import first_at, names_at, schemes_of
+from fp8pass.target import UNKNOWN, Target
+from fp8pass.tuning.measured import Measured
+from fp8pass.tuning.session import measured_for
 
 FORCED = "forced"
 PREFERRED = "preferred"
+BACKEND = "linear_backend"
+MEASURED_HERE = "measured on this device"
 MEASURED = "measured table"
 STATIC_PRIORITY = "static priority"
 #: Which word a plan of several parts is described by: the first that holds for any of them.
-_STRENGTH = (FORCED, PREFERRED, MEASURED, STATIC_PRIORITY)
+_STRENGTH = (FORCED, PREFERRED, BACKEND, MEASURED_HERE, MEASURED, STATIC_PRIORITY)
 
 #: Refusals that are advice, not inability: a user who forces the kernel by name overrules them.
 _OVERRULED_BY_FORCE = frozenset({"FP8-L006", "FP8-L080"})
@@ -50,8 +64,8 @@ class Choice:
         plan: (range of M, kernel), together covering the problem's range; empty if no kernel takes
             the site, which then keeps the operator it came with.
         rejected: every other registered kernel with its reason, in order of registration.
-        why: ``"forced"``, ``"preferred"``, ``"measured table"``, ``"static priority"``, or ``""``
-            without a plan.
+        why: ``"forced"``, ``"preferred"``, ``"linear_backend"``, ``"measured on this device"``,
+            ``"measured table"``, ``"static priority"``, or ``""`` without a plan.
         verdict: :data:`YES`, or FP8-L012.
         note: a preference that could not be followed, in words; else ``""``.
     """
@@ -76,11 +90,17 @@ class Choice:
 def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdict:
     """Whether ``kernel`` can take the site, or a part of its range of M; what the user asked for is
     not looked at."""
+    if target.kind == UNKNOWN and UNKNOWN not in kernel.kinds:
+        return no("FP8-L061", kernel=kernel.name, target=target.spec)
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
+    if kernel.weight_only != problem.weight_only:
+        has = dtype_name(problem.activation.dtype)
+        code = "FP8-L040" if kernel.weight_only else "FP8-L041"
+        return no(code, kernel=kernel.name, has=has)
     verdict = kernel.requirements(target) and kernel.can_implement(target, problem)
     if verdict and kernel.reduces(target) and not problem.use_fast_accum:
         return no("FP8-L016", kernel=kernel.name)
@@ -89,8 +109,8 @@ def consider(kernel: Kernel, target: Target, problem: ScaledMMProblem) -> Verdic
     return verdict
 
 
-def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice:
-    """The kernels for one scaled product on ``target``.
+def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str = "") -> Choice:
+    """The kernels for one scaled product on ``target``, in the module of ``path``.
 
     Never raises for a site that nothing takes: that is a :class:`Choice` without a plan.
 
@@ -99,34 +119,110 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options) -> Choice
             its failing condition, and the kernels that could take it.
         OptionError: ``options`` names a kernel that is not registered.
     """
-    for name in (*options.prefer, *options.disable):
-        if name not in producer_kernel_names():
-            find(name)
-    forced = None if options.force is None else find(options.force).name
+    options = narrowed(options, problem, path)
+    prefer = _named(options.prefer, target, problem)
+    disable = _named(options.disable, target, problem)
+    any_weight_only = options.force == WEIGHT_ONLY and problem.weight_only
+    forced = None
+    if options.force is not None and not any_weight_only:
+        (forced, *_) = _named((options.force,), target, problem)
+        if problem.weight_only and not find(forced).weight_only:
+            forced = None  # says how quantised activations are multiplied, not these
+    backend = options.linear_backend
     if options.numerics == "fast" and not problem.use_fast_accum:
         problem = replace(problem, use_fast_accum=True)
-    table = table_for(target)
-    return _choose(target, problem, forced, options.prefer, options.disable, kernels(), table)
+    wanted = _Wanted(
+        forced, prefer, disable, () if backend is None else backend_kernels(backend), backend or ""
+    )
+    measured = measured_for(target, options)
+    choice = _choose(target, problem, wanted, kernels(), measured, table_for(target))
+    if any_weight_only:
+        if not choice.plan:
+            verdicts = {r.kernel: r.verdict for r in choice.rejected}
+            raise NoKernelError(_cannot_force(WEIGHT_ONLY, verdicts, target))
+        choice = replace(choice, why=FORCED)
+    if WEIGHT_ONLY in options.prefer and choice.note:
+        # of the kernels that this name stands for, any will do
+        named = tuple(name for name in options.prefer if name != WEIGHT_ONLY)
+        winners = tuple(kernel.name for _, kernel in choice.plan)
+        verdicts = {r.kernel: r.verdict for r in choice.rejected}
+        met = choice.why == PREFERRED and not set(winners) & set(named)
+        before = named[: options.prefer.index(WEIGHT_ONLY)] if met else named
+        wanted = replace(wanted, prefer=before)
+        choice = replace(choice, note=_unmet(wanted, winners, verdicts))
+    return choice
+
+
+def narrowed(options: Options, problem: ScaledMMProblem, path: str) -> Options:
+    """The options as they are for one site: names without the sites that they are for.
+
+    ``force`` and ``linear_backend`` are the first item that is about the site, ``prefer`` and
+    ``disable`` all of them.
+    """
+    if not (options.force or options.prefer or options.disable or options.linear_backend):
+        return options
+    schemes = schemes_of(problem)
+    return replace(
+        options,
+        force=first_at(options.forced, schemes, path),
+        prefer=names_at(options.prefer, schemes, path),
+        disable=names_at(options.disable, schemes, path),
+        linear_backend=first_at(options.backends, schemes, path),
+    )
+
+
+def _named(names: tuple[str, ...], target: Target, problem: ScaledMMProblem) -> tuple[str, ...]:
+    """``names`` with each weight-only kernel, the best first, in the place of :data:`WEIGHT_ONLY`.
+
+    Raises:
+        OptionError: a name that is not registered.
+    """
+    found: list[str] = []
+    for name in names:
+        if name == WEIGHT_ONLY:
+            among = [find(weight_only) for weight_only in weight_only_names()]
+            if problem.weight_only:
+                among.sort(key=lambda kernel: kernel.priority(target, problem))
+            found += [kernel.name for kernel in among]
+        else:
+            if name not in producer_kernel_names():
+                find(name)
+            found.append(name)
+    return tuple(found)
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """What the user asked for at one site, as names of kernels."""
+
+    forced: str | None
+    prefer: tuple[str, ...]
+    disable: tuple[str, ...]
+    backend: tuple[str, ...]
+    backend_name: str
 
 
 @lru_cache(maxsize=4096)
 def _choose(
     target: Target,
     problem: ScaledMMProblem,
-    forced: str | None,
-    prefer: tuple[str, ...],
-    disable: tuple[str, ...],
+    wanted: _Wanted,
     registered: tuple[Kernel, ...],
+    measured: Measured,
     table: Table,
 ) -> Choice:
+    forced = wanted.forced
     verdicts = {
         kernel.name: (
             no("FP8-L002", kernel=kernel.name)
-            if kernel.name in disable
+            if kernel.name in wanted.disable
             else consider(kernel, target, problem)
         )
         for kernel in registered
     }
+    for name, why in measured.refused(problem).items():
+        if verdicts.get(name):
+            verdicts[name] = no("FP8-L070", kernel=name, why=why)
     if forced is not None:
         kernel = next(k for k in registered if k.name == forced)
         can = bool(verdicts[forced]) or verdicts[forced].code in _OVERRULED_BY_FORCE
@@ -137,7 +233,7 @@ def _choose(
         plan: _Plan = ((problem.m, kernel, FORCED),)
     else:
         able = [kernel for kernel in registered if verdicts[kernel.name]]
-        plan = _plan(able, prefer, table, target, problem)
+        plan = _plan(able, wanted, measured, table, target, problem)
     if not plan:
         for kernel in registered:
             if verdicts[kernel.name]:  # each takes a part of the range, but not all of it
@@ -146,7 +242,7 @@ def _choose(
                 )
         rejected = tuple(Rejection(name, verdict) for name, verdict in verdicts.items())
         verdict = no("FP8-L012", target=target.spec)
-        return Choice((), rejected, "", verdict, _unmet(prefer, (), verdicts))
+        return Choice((), rejected, "", verdict, _unmet(wanted, (), verdicts))
     winners = tuple(dict.fromkeys(kernel.name for _, kernel, _ in plan))
     why = min((why for *_, why in plan), key=_STRENGTH.index)
     for kernel in registered:
@@ -157,7 +253,7 @@ def _choose(
     rejected = tuple(
         Rejection(name, verdict) for name, verdict in verdicts.items() if name not in winners
     )
-    note = "" if why == FORCED else _unmet(prefer, winners, verdicts)
+    note = "" if why == FORCED else _unmet(wanted, winners, verdicts)
     return Choice(tuple((m, kernel) for m, kernel, _ in plan), rejected, why, YES, note)
 
 
@@ -167,13 +263,15 @@ _Plan = tuple[tuple[MRange, Kernel, str], ...]
 
 def _plan(
     able: Sequence[Kernel],
-    prefer: tuple[str, ...],
+    wanted: _Wanted,
+    measured: Measured,
     table: Table,
     target: Target,
     problem: ScaledMMProblem,
 ) -> _Plan:
     """The best kernel for each part of the range of M; empty if a part has none."""
-    starts = set(table.starts(problem))
+    prefer, backend = wanted.prefer, wanted.backend
+    starts = {*table.starts(problem), *measured.starts(problem)}
     for kernel in able:
         starts.add(kernel.rows.lo)
         if kernel.rows.hi is not None:
@@ -184,19 +282,29 @@ def _plan(
         candidates = [k for k in able if k.rows.covers(part) and among(k)]
         if not candidates:
             return None
-        order = table.order(replace(problem, m=part))
+        # each says which of the names that it holds comes first; the words are reasons
+        orders = (
+            (PREFERRED, prefer),
+            (BACKEND, backend),
+            (MEASURED_HERE, measured.order(replace(problem, m=part))),
+            (MEASURED, table.order(replace(problem, m=part))),
+        )
 
-        def rank(kernel: Kernel) -> tuple[int, int, int]:
+        def rank(kernel: Kernel) -> tuple[int, ...]:
             name = kernel.name
-            return (
-                prefer.index(name) if name in prefer else len(prefer),
-                order.index(name) if name in order else len(order),
-                kernel.priority(target, problem),
-            )
+            # a backend is a set of kernels: which of them is for what comes after it to say
+            places = [
+                int(name not in order)
+                if why == BACKEND
+                else order.index(name)
+                if name in order
+                else len(order)
+                for why, order in orders
+            ]
+            return (*places, kernel.priority(target, problem))
 
         winner = min(candidates, key=rank)
-        preferred, measured = winner.name in prefer, winner.name in order
-        why = PREFERRED if preferred else MEASURED if measured else STATIC_PRIORITY
+        why = next((why for why, order in orders if winner.name in order), STATIC_PRIORITY)
         return part, winner, why
 
     plan = _joined([best(part, lambda kernel: True) for part in parts])
@@ -225,7 +333,7 @@ def _joined(parts: Sequence[tuple[MRange, Kernel, str] | None]) -> _Plan:
 
 
 def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> str:
-    verdict = verdicts[forced]
+    verdict = verdicts[forced] if forced in verdicts else no("FP8-L012", target=target.spec)
     could = [name for name, other in verdicts.items() if other]
     others = [
         f"  {name}: {other.code}: {other.message}"
@@ -242,12 +350,15 @@ def _cannot_force(forced: str, verdicts: dict[str, Verdict], target: Target) -> 
     return "\n".join(lines)
 
 
-def _unmet(prefer: tuple[str, ...], winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
+def _unmet(wanted: _Wanted, winners: tuple[str, ...], verdicts: dict[str, Verdict]) -> str:
     """The preferences that come before the winner and could not be followed."""
-    parts = []
-    for name in prefer:
+    parts: list[str] = []
+    for name in wanted.prefer:
         if name in winners:
-            break
+            return "; ".join(parts)
         if name in verdicts:  # not a kernel for producers
             parts.append(f"preferred {name} was not used ({verdicts[name].code})")
+    if wanted.backend and not set(winners) & set(wanted.backend):
+        told = ", ".join(f"{name} {verdicts[name].code}" for name in wanted.backend)
+        parts.append(f"linear_backend {wanted.backend_name} has no kernel for this site ({told})")
     return "; ".join(parts)

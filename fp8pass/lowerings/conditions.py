@@ -171,6 +171,41 @@ _CUDA_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
 _ROCM_FP8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
 
 
+def native_fp8(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
+    """No e4m3fn codes on a target whose FP8 is e4m3fnuz: read as these they are wrong numbers.
+
+    :func:`fp8pass.prepare` converts them; other dtypes are for :func:`fp8_operands` to refuse.
+    """
+    if target.fp8_dtype == torch.float8_e4m3fnuz:
+        for what, key in (("activations", problem.activation), ("weights", problem.weight)):
+            if key.dtype == torch.float8_e4m3fn:
+                return no("FP8-L060", kernel=kernel, what=what, target=target.spec)
+    return YES
+
+
+def library(kernel: str, target: Target, name: str) -> Verdict:
+    """The target has the kernel library called ``name``."""
+    if target.has_library(name):
+        return YES
+    return no("FP8-L011", kernel=kernel, wants=f"the library {name}", target=target.spec)
+
+
+def library_at_least(
+    kernel: str, target: Target, name: str, version: tuple[int, int], what: str
+) -> Verdict:
+    """A library is ``version`` or newer, which is needed for ``what``; a version that is not known
+    is taken for an old one."""
+    has = target.library_version(name)
+    if has is not None and has >= version:
+        return YES
+    told = "one of unknown version" if has is None else ".".join(map(str, has))
+    wants = ".".join(map(str, version))
+    return no(
+        "FP8-L062", kernel=kernel, library=name, wants=wants, what=what, target=target.spec,
+        has=told,
+    )  # fmt: skip
+
+
 def scales_along(kernel: str, problem: ScaledMMProblem) -> Verdict:
     """Scales of ``a`` per tensor, token or group of a row; of ``b`` per tensor, channel or block.
 
@@ -192,13 +227,13 @@ def converts(kernel: str, target: Target, problem: ScaledMMProblem) -> Verdict:
     A CPU converts all, every target int8; of fp8 only what was seen or read to be converted.
     """
     for key in (problem.activation, problem.weight):
-        if key.dtype == torch.int8 or target.kind == "cpu":
+        if key.dtype == torch.int8 or key.dtype in MODEL_DTYPES or target.kind == "cpu":
             continue
         if target.kind == "cuda":
             known = architecture(kernel, target, _CUDA_FP8)
             allowed: tuple[torch.dtype, ...] = (torch.float8_e4m3fn, torch.float8_e5m2)
         else:
-            known = architecture(kernel, target, _ROCM_FP8)
+            known = architecture(kernel, target, _ROCM_FP8) and native_fp8(kernel, target, problem)
             allowed = () if target.fp8_dtype is None else (target.fp8_dtype,)
         if not known:
             return known

@@ -34,7 +34,8 @@ def _takes(kernel: str, problem: ScaledMMProblem) -> Verdict:
 
 
 def _takes_prepared(target: Target, problem: ScaledMMProblem) -> Verdict:
-    prepared = YES if problem.prepared else no("FP8-L004", kernel="cpu_prepared")
+    packed = problem.prepared and problem.prepared_dtype in (None, torch.bfloat16)
+    prepared = YES if packed else no("FP8-L004", kernel="cpu_prepared")
     return _takes("cpu_prepared", problem) and prepared
 
 

@@ -107,7 +107,8 @@ def merge_products(bench: Workbench, drafts: list[Draft]) -> list[Merged]:
     """Put one product in place of each run of two or more that can be merged."""
     groups: dict[tuple[Any, ...], list[_Part]] = {}
     for draft in drafts:
-        part = _part(draft) if draft.kind == "scaled_mm" and draft.node.users else None
+        scaled = is_call(draft.node, torch.ops.fp8pass.scaled_mm.default)
+        part = _part(draft) if scaled and draft.node.users else None
         if part is not None:
             groups.setdefault(_key(part), []).append(part)
     merged = []

@@ -67,6 +67,13 @@ def parse_plan(plan: str, keys: str = "") -> tuple[tuple[MRange, str, Run], ...]
     return tuple(parts)
 
 
+@lru_cache(maxsize=1024)
+def plan_is_for(plan: str, kind: str) -> bool:
+    """Whether every kernel of a plan runs on devices of ``kind``."""
+    names = [name for _, text, _ in parse_plan(plan) for name in text.split(OR)]
+    return all(name == REFERENCE or kind in find(name).kinds for name in names)
+
+
 def run_planned(
     a: torch.Tensor,
     b: torch.Tensor,

@@ -16,10 +16,13 @@ import torch
 from torch import fx
 
 from fp8pass.lowerings.write_out import write_out
+from fp8pass.ops.quant_form import QuantForm
 from fp8pass.options import Options
+from fp8pass.quant_key import QuantKey
 from fp8pass.reasons import YES, Verdict, no
+from fp8pass.selectors import names_at, schemes_of_key
 from fp8pass.site_draft import Draft
-from fp8pass.target import Target
+from fp8pass.target import UNKNOWN, Target
 from fp8pass.workbench import Workbench
 
 INDUCTOR = "inductor"
@@ -35,8 +38,9 @@ class ProducerProblem:
         quant_form: text of the quantise's form.
         width: size of the last dim, None where symbolic.
         dtypes: dtypes of the tensor operands in the order of the schema, None for a missing one;
-            the scale is not among them.
+            the scale and its upper bound, which the form tells, are not among them.
         device_type: torch's device type of the operands.
+        keep: the value before the quantise has other readers, and is returned too.
     """
 
     op: str
@@ -45,6 +49,7 @@ class ProducerProblem:
     width: int | None
     dtypes: tuple[torch.dtype | None, ...]
     device_type: str
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +61,9 @@ class ProducerKernel:
         summary: one line for people.
         requirements, can_implement, provenance: as in :class:`fp8pass.lowerings.Kernel`.
         replaces: generic operator -> the operator of the same schema that runs it.
+        inexact: how it rounds in another way than the source, "" if it does not; with a text it is
+            for ``numerics="fast"``, or for those who prefer it by name.
+        keeps_value: whether it can return the value before the quantise, for its other readers.
     """
 
     name: str
@@ -65,6 +73,8 @@ class ProducerKernel:
     can_implement: Callable[[Target, ProducerProblem], Verdict]
     replaces: Callable[[str], torch._ops.OpOverload]
     provenance: str
+    inexact: str = ""
+    keeps_value: bool = True
 
 
 #: In the order in which they are tried; ``inductor`` comes after all of them and takes everything.
@@ -88,6 +98,11 @@ def producer_kernel_names() -> tuple[str, ...]:
     return (*_PRODUCERS, INDUCTOR)
 
 
+def producer_kernels() -> tuple[ProducerKernel, ...]:
+    """All kernels for producers in the order in which they are tried, ``inductor`` apart."""
+    return tuple(_PRODUCERS.values())
+
+
 @dataclass(frozen=True, slots=True)
 class ProducerChoice:
     """The kernel of one producer (None = ``inductor``) and why the others were not chosen."""
@@ -99,25 +114,39 @@ class ProducerChoice:
 
 def consider_producer(kernel: ProducerKernel, target: Target, problem: ProducerProblem) -> Verdict:
     """Whether ``kernel`` can take the site, apart from what the user asked for."""
+    if target.kind == UNKNOWN and UNKNOWN not in kernel.kinds:
+        return no("FP8-L061", kernel=kernel.name, target=target.spec)
     if target.kind not in kernel.kinds:
         wants = "/".join(sorted(kernel.kinds))
         return no("FP8-L001", kernel=kernel.name, wants=wants, target=target.spec)
     if problem.device_type != target.device_type:
         return no("FP8-L015", kernel=kernel.name, wants=target.device_type, has=problem.device_type)
+    if problem.keep and not kernel.keeps_value:
+        return no("FP8-L017", kernel=kernel.name, what="a value that is read elsewhere too")
     return kernel.requirements(target) and kernel.can_implement(target, problem)
 
 
-def choose_producer(target: Target, problem: ProducerProblem, options: Options) -> ProducerChoice:
-    """The kernel for one fused producer on ``target``; a pure function of its arguments."""
+def choose_producer(
+    target: Target, problem: ProducerProblem, options: Options, path: str = ""
+) -> ProducerChoice:
+    """The kernel for one fused producer on ``target``, in the module of ``path``; a pure function
+    of its arguments."""
+    schemes = _schemes(problem) if options.prefer or options.disable else frozenset()
+    prefer = names_at(options.prefer, schemes, path)
+    disable = names_at(options.disable, schemes, path)
     verdicts: dict[str, Verdict] = {}
     for kernel in _PRODUCERS.values():
-        if kernel.name in options.disable:
+        if kernel.name in disable:
             verdicts[kernel.name] = no("FP8-L002", kernel=kernel.name)
         else:
-            verdicts[kernel.name] = consider_producer(kernel, target, problem)
+            verdict = consider_producer(kernel, target, problem)
+            wanted = options.numerics == "fast" or kernel.name in options.prefer
+            if verdict and kernel.inexact and not wanted:
+                verdict = no("FP8-L063", kernel=kernel.name, why=kernel.inexact)
+            verdicts[kernel.name] = verdict
     verdicts[INDUCTOR] = YES  # what every graph falls back to, so it cannot be disabled
     able = [name for name, verdict in verdicts.items() if verdict]
-    preferred = [name for name in options.prefer if name in able]
+    preferred = [name for name in prefer if name in able]
     winner = (preferred or able)[0]
     why = "preferred" if preferred else "static priority"
     rejected = tuple(
@@ -128,10 +157,15 @@ def choose_producer(target: Target, problem: ProducerProblem, options: Options) 
     return ProducerChoice(_PRODUCERS.get(winner), rejected, why)
 
 
+def _schemes(problem: ProducerProblem) -> frozenset[str]:
+    """The schemes of the products that may read the result."""
+    return schemes_of_key(QuantKey.parse(QuantForm.parse(problem.quant_form).key))
+
+
 def problem_of_producer(node: fx.Node) -> ProducerProblem:
     """The problem that a fused operator (or ``fp8pass::quantize``) poses."""
     schema = node.target._schema  # type: ignore[union-attr]
-    named = dict(zip((a.name for a in schema.arguments), node.args, strict=True))
+    named = dict(zip((a.name for a in schema.arguments), node.args, strict=False))
     op = str(schema.name).split("::")[1]
     first = node.args[0]
     assert isinstance(first, fx.Node)
@@ -140,7 +174,7 @@ def problem_of_producer(node: fx.Node) -> ProducerProblem:
     operands = [
         named[argument.name]
         for argument in schema.arguments
-        if "Tensor" in str(argument.type) and argument.name != "scale"
+        if "Tensor" in str(argument.type) and argument.name not in ("scale", "scale_ub")
     ]
     form = named.get("form", "")
     quant_form = named.get("quant_form", "")
@@ -151,6 +185,7 @@ def problem_of_producer(node: fx.Node) -> ProducerProblem:
         width if type(width) is int else None,
         tuple(n.meta["val"].dtype if isinstance(n, fx.Node) else None for n in operands),
         value.device.type,
+        bool(named.get("keep", False)),
     )
 
 
@@ -173,7 +208,8 @@ def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Opti
     is written out.
     """
     node = fused_node(draft)
-    choice = choose_producer(target, problem_of_producer(node), options)
+    path = draft.where.partition(" ")[0]
+    choice = choose_producer(target, problem_of_producer(node), options, path)
     draft.rejected = list(choice.rejected)
     draft.why = choice.why
     if choice.kernel is not None:
@@ -204,7 +240,7 @@ def inductor_patches(target: Target, options: Options) -> dict[str, Any]:
     if options.numerics != "exact":
         return {}
     for kernel in _PRODUCERS.values():
-        refused = kernel.name in options.disable or INDUCTOR in options.prefer
+        refused = kernel.name in options.disable or INDUCTOR in options.prefer or kernel.inexact
         if target.kind in kernel.kinds and kernel.requirements(target) and not refused:
             return {}
     return {"emulate_precision_casts": True}

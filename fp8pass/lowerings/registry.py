@@ -6,8 +6,11 @@ call :func:`register`, name the module in ``__init__.py`` and add one golden gra
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from pathlib import Path
 
 import torch
 from torch import fx
@@ -23,9 +26,10 @@ class EmitSite:
     """What :attr:`Kernel.emit` gets: the operands as nodes, and what was decided about them.
 
     Attributes:
-        a: ``[M, K]`` fp8 codes.
+        a: ``[M, K]`` fp8 codes; of a weight-only product the activations themselves.
         b: ``[K, N]`` fp8 codes.
-        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``.
+        scale_a: float32 dequant scale of ``a``, one element or ``[M, 1]``; of a weight-only
+            product, which has none, the same node as ``scale_b``.
         scale_b: float32 dequant scale of ``b``, one element or ``[1, N]``.
         bias: ``[N]``, or None.
         prepared: the weight copy made by :func:`fp8pass.prepare`, or None.
@@ -92,6 +96,8 @@ class Kernel:
             allow that; or the architectures on which it does.
         library: the library whose kernel it is, if it is none of torch's or our own: what
             ``self_check`` looks at.
+        weight_only: it multiplies activations that are not quantised (W8A16): what
+            ``fp8pass::w8a16_mm`` is lowered to, and on request what two quantised operands become.
     """
 
     name: str
@@ -106,12 +112,16 @@ class Kernel:
     run: Run | None = None
     reduced_accumulation: bool | frozenset[str] = False
     library: str = ""
+    weight_only: bool = False
 
     def reduces(self, target: Target) -> bool:
         """Whether it accumulates in less than float32 on this target."""
         where = self.reduced_accumulation
         return where if isinstance(where, bool) else target.arch in where
 
+
+#: What options call the best weight-only kernel of a site.
+WEIGHT_ONLY = "w8a16"
 
 _KERNELS: dict[str, Kernel] = {}
 
@@ -122,7 +132,7 @@ def register(kernel: Kernel) -> Kernel:
     Raises:
         OptionError: the name is taken, or contains a character that the list options use.
     """
-    if kernel.name in _KERNELS:
+    if kernel.name in _KERNELS or kernel.name == WEIGHT_ONLY:
         raise OptionError(f"a kernel named {kernel.name!r} is registered already")
     if not kernel.name.isidentifier():
         raise OptionError(f"kernel name {kernel.name!r} is not an identifier")
@@ -143,9 +153,36 @@ def find(name: str) -> Kernel:
     return _KERNELS[name]
 
 
+def weight_only_names() -> tuple[str, ...]:
+    """The names of the weight-only kernels, in the order of registration."""
+    return tuple(kernel.name for kernel in _KERNELS.values() if kernel.weight_only)
+
+
 def kernels() -> tuple[Kernel, ...]:
     """All kernels, in the order of registration."""
     return tuple(_KERNELS.values())
+
+
+def registered_elsewhere() -> tuple[tuple[str, str], ...]:
+    """(name, hash of the file) of each kernel from outside the package, whose source the identity
+    of the package does not cover."""
+    found = []
+    for kernel in _KERNELS.values():
+        emit = kernel.emit
+        while isinstance(emit, partial):
+            emit = emit.func
+        if not str(getattr(emit, "__module__", "")).startswith("fp8pass."):
+            code = getattr(emit, "__code__", None)
+            found.append((kernel.name, _file_hash(code.co_filename) if code is not None else ""))
+    return tuple(found)
+
+
+@lru_cache(maxsize=64)
+def _file_hash(name: str) -> str:
+    try:
+        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
+    except OSError:  # typed in at a prompt
+        return name
 
 
 def kernel_names() -> tuple[str, ...]:

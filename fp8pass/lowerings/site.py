@@ -10,10 +10,10 @@ from torch import fx
 from fp8pass.lowerings.emit import aten, call
 from fp8pass.lowerings.registry import EmitSite
 from fp8pass.ops.product_form import ProductForm
-from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.problem import MRange, ScaledMMProblem, unquantised
 from fp8pass.quant_key import QuantKey
 from fp8pass.site_draft import Draft
-from fp8pass.spellings.walk import same, tensor, val
+from fp8pass.spellings.walk import is_call, same, tensor, val
 from fp8pass.target import Target
 
 
@@ -61,12 +61,14 @@ def _packed(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
-    """The problem of a ``fp8pass::scaled_mm`` node."""
+    """The problem of a ``fp8pass::scaled_mm`` or ``fp8pass::w8a16_mm`` node."""
+    if is_call(draft.node, torch.ops.fp8pass.w8a16_mm.default):
+        return _weight_only_problem(draft.node)
     a, b, _, _, bias, out_dtype, act_key, weight_key, fast, prepared, form, zero = _arguments(
         draft.node
     )
     va, vb = val(a), val(b)
-    vbias = tensor(bias)
+    vbias, copy = tensor(bias), tensor(prepared)
     return ScaledMMProblem(
         activation=QuantKey.parse(act_key),
         weight=QuantKey.parse(weight_key),
@@ -83,11 +85,51 @@ def problem_of(draft: Draft, target: Target) -> ScaledMMProblem:
         device_type=va.device.type,
         zero=ProductForm.parse(form).zero,
         zero_dtype=None if zero is None else val(zero).dtype,
+        prepared_dtype=None if copy is None else copy.dtype,
+    )
+
+
+def _weight_only_problem(node: fx.Node) -> ScaledMMProblem:
+    a, b, _, bias, out_dtype, weight_key, *rest = node.args
+    return weight_only_problem(
+        val(a), val(b), tensor(bias), out_dtype, str(weight_key), str((*rest, "")[0])
+    )
+
+
+def weight_only_problem(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: Any,
+    weight_key: str,
+    form: str = "",
+) -> ScaledMMProblem:
+    """The problem of a product of activations ``a`` that are not quantised."""
+    return ScaledMMProblem(
+        activation=unquantised(a.dtype),
+        weight=QuantKey.parse(weight_key),
+        m=m_range(a.shape[0]),
+        n=_static(b.shape[1]),
+        k=_static(a.shape[1]),
+        out_dtype=out_dtype,
+        bias=None if bias is None else bias.dtype,
+        a_layout=_layout(a),
+        b_layout=_b_layout(b),
+        packed=_packed(a, b),
+        device_type=a.device.type,
+        form=form,
     )
 
 
 def emit_site(draft: Draft, problem: ScaledMMProblem, target: Target, numerics: str) -> EmitSite:
-    """The operands of a ``fp8pass::scaled_mm`` node for a kernel's ``emit``."""
+    """The operands of such a node for a kernel's ``emit``."""
+    if problem.weight_only:
+        operands: tuple[Any, ...] = tuple(draft.node.args[:5])
+        left, weight, scale, bias, out_dtype = operands
+        value = val(draft.node)
+        return EmitSite(
+            left, weight, scale, scale, bias, None, out_dtype, problem, target, numerics, value
+        )
     a, b, scale_a, scale_b, bias, out_dtype, _, _, _, prepared, _, zero = _arguments(draft.node)
     with draft.node.graph.inserting_before(draft.node):
         scale_a = _scale(draft.node.graph, scale_a, problem.activation.granularity)

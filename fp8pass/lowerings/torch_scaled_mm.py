@@ -41,6 +41,8 @@ from fp8pass.target import Target
 
 _CUDA_FP8 = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
 _ROCM_FP8 = ("gfx942", "gfx950", "gfx1200", "gfx1201")
+#: First version of ROCm with which torch takes FP8 products there.
+_ROCM_SINCE = {"gfx1200": (6, 3), "gfx1201": (6, 3), "gfx950": (6, 5)}
 #: Row-wise: sm103 and sm121 get code of their own only from some CUDA versions on, and a target
 #: does not always know its CUDA version: not here.
 _ROW_ARCHITECTURES = ("sm89", "sm90", "sm100", "sm120", *_ROCM_FP8)
@@ -60,7 +62,25 @@ _CPU_SPEED = "0.02 GMAC/s seen with AVX-512 or AMX, 0.4 at 4 rows to 23 at 256 r
 def _device(kernel: str, target: Target) -> Verdict:
     if target.kind == "cpu":
         return YES
-    return need.architecture(kernel, target, _CUDA_FP8 if target.kind == "cuda" else _ROCM_FP8)
+    if target.kind == "rocm":
+        return need.architecture(kernel, target, _ROCM_FP8) and _rocm_version(kernel, target)
+    return need.architecture(kernel, target, _CUDA_FP8)
+
+
+def _rocm_version(kernel: str, target: Target) -> Verdict:
+    """torch refuses an architecture's FP8 before a version of ROCm; one that is not known passes,
+    since a device that runs has one that supports it."""
+    wants, has = _ROCM_SINCE.get(target.arch), dict(target.runtime).get("hip", "")
+    numbers = has.split(".")[:2]
+    if wants is None or len(numbers) < 2 or not all(number.isdigit() for number in numbers):
+        return YES
+    if (int(numbers[0]), int(numbers[1])) >= wants:
+        return YES
+    text = ".".join(map(str, wants))
+    return no(
+        "FP8-L062", kernel=kernel, library="ROCm", wants=text, what="FP8", target=target.spec,
+        has=".".join(numbers),
+    )  # fmt: skip
 
 
 def _dtypes(target: Target, *, mixed: bool) -> tuple[torch.dtype, ...]:
@@ -79,6 +99,7 @@ def _operands(
     weight = _dtypes(target, mixed=mixed_weight or on_cpu)
     return need.all_of(
         lambda: need.plain_scales(kernel, problem),
+        lambda: need.native_fp8(kernel, target, problem),
         lambda: need.fp8_operands(kernel, problem, activation, weight, both_e5m2=on_cpu),
         lambda: need.layouts(kernel, problem),
         lambda: YES if on_cpu else need.multiples(kernel, problem, _MULTIPLE),
@@ -129,7 +150,7 @@ def _row_requirements(target: Target) -> Verdict:
         return need.torch_at_least(name, target, (2, 12))
     if target.arch == "sm89":  # before, its launch ignores the current stream and can hang
         return need.torch_at_least(name, target, (2, 12))
-    return need.architecture(name, target, _ROW_ARCHITECTURES)
+    return need.architecture(name, target, _ROW_ARCHITECTURES) and _device(name, target)
 
 
 def _takes_row(target: Target, problem: ScaledMMProblem) -> Verdict:

@@ -21,7 +21,12 @@ from fp8pass.kernels.triton_gemm_limits import (
     why_not_block,
     why_not_gemm,
 )
-from fp8pass.kernels.triton_limits import why_not_activation, why_not_norm, why_not_quantize
+from fp8pass.kernels.triton_limits import (
+    why_not_activation,
+    why_not_layer_norm,
+    why_not_norm,
+    why_not_quantize,
+)
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import call
 from fp8pass.lowerings.producers import ProducerKernel, ProducerProblem, register_producer
@@ -56,6 +61,8 @@ def _takes_producer(target: Target, problem: ProducerProblem) -> Verdict:
     elif problem.op == "add_rms_norm_quant":
         x, residual, weight = dtypes
         why = why_not_norm(problem.form, problem.quant_form, problem.width, x, residual, weight)
+    elif problem.op == "layer_norm_quant":
+        why = why_not_layer_norm(problem.form, problem.quant_form, problem.width, *dtypes)
     elif problem.op in ("silu_mul_quant", "act_mul_quant"):
         why = why_not_activation(problem.form, problem.quant_form, problem.width, *dtypes)
     elif problem.op == "quantize":

@@ -6,7 +6,7 @@ running, so whatever can be unpickled from such a cache imports this module.
 
 from __future__ import annotations
 
-from fp8pass.ops import activation, layer_norm, linear, norm, quantize
+from fp8pass.ops import activation, layer_norm, linear, norm, quantize, weight_only
 from fp8pass.ops.forms import ActForm, LayerNormForm, NormForm, QuantForm, dynamic_form, static_form
 from fp8pass.ops.library import SPECS, OpSpec
 
@@ -28,4 +28,5 @@ __all__ = [
     "operators",
     "quantize",
     "static_form",
+    "weight_only",
 ]

@@ -28,7 +28,7 @@ class QuantForm:
 
     A dynamic scale comes from ``amax``, the largest ``|x|`` of each group, which is exact in every
     dtype. With ``amax' = max(min(amax, ceiling), floor_value)`` (as far as the form has them), all
-    in ``scale_dtype``:
+    in ``scale_dtype`` (and ``upper`` as a further bound of ``amax`` or of the scale):
 
     - ``div``: ``scale = amax' / qmax``; ``mul``: ``scale = amax' * qmax`` (the factor itself);
     - ``inverse``: ``r = qmax / amax'`` is computed and rounded to float32, values are multiplied by
@@ -54,7 +54,11 @@ class QuantForm:
         scale_dtype: dtype of the scale's arithmetic; amax is converted to it first.
         ceiling: upper bound of amax, inf if there is none.
         power: ``none``, or how the scale is made a power of two, ``ceil``: ``exp2(ceil(log2(s)))``;
-            ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``.
+            ``floor``, of ``r`` in the form ``inverse``: ``exp2(floor(log2(r)))``; ``e8m0``: by the
+            cast to float8_e8m0fnu and back; ``ceil_e8m0``: ``ceil``, then that cast.
+        upper: where an upper bound that is a tensor of one element (``scale_ub``) is taken:
+            ``none``, ``amax`` or ``scale`` (``min(amax, scale_ub)``, before its floor), or
+            ``amax_last``, ``scale_last`` (after that floor, which it then may undercut).
         layout: strides of the scale of a ``group<n>``: ``row`` (contiguous), ``col`` (column-major,
             ``(1, M)``) or ``tma`` (column-major, columns a multiple of 4 rows apart).
         zero: ``none``; ``given`` (with a given scale); ``lo_round``: ``lo - round(min / scale)``;
@@ -84,6 +88,7 @@ class QuantForm:
     zero_clamp: str = "none"
     zero_dtype: torch.dtype = torch.float32
     span: str = "values"
+    upper: str = "none"
 
     GRANULARITIES: ClassVar = ("tensor", "token", "group<n>")
     SCALES: ClassVar = ("given", "div", "mul", "inverse")
@@ -97,13 +102,14 @@ class QuantForm:
         "divisor",
     )
     APPLIES: ClassVar = ("div", "mul_recip", "mul_inverse")
-    POWERS: ClassVar = ("none", "ceil", "floor")
+    POWERS: ClassVar = ("none", "ceil", "floor", "e8m0", "ceil_e8m0")
     LAYOUTS: ClassVar = ("row", "col", "tma")
     ZEROS: ClassVar = ("none", "given", "lo_round", "round_lo")
     ZERO_PLACES: ClassVar = ("after", "before")
     ZERO_CLAMPS: ClassVar = ("none", "codes")
     ZERO_DTYPES: ClassVar = ("float32", "bfloat16", "float16", "int32", "int8")
     SPANS: ClassVar = ("values", "zero")
+    UPPERS: ClassVar = ("none", "amax", "amax_last", "scale", "scale_last")
 
     @property
     def static(self) -> bool:
@@ -200,6 +206,9 @@ class QuantForm:
         if (form.scale == "inverse") != (form.apply == "mul_inverse"):
             raise OptionError(f"quantise form {text!r} mixes an inverse scale with a dequant scale")
         _check_zero(text, form)
+        on_scale = form.upper.startswith("scale") and form.scale == "inverse"
+        if form.upper != "none" and (form.static or on_scale or form.zero != "none"):
+            raise OptionError(f"quantise form {text!r} bounds a scale that it does not compute")
         return form
 
 
@@ -233,6 +242,8 @@ def _parse_extras(text: str, parts: list[str]) -> dict[str, Any]:
             found[name] = DTYPES[pick(value, QuantForm.ZERO_DTYPES, "dtype of the zero point")]
         elif name == "span":
             found[name] = pick(value, QuantForm.SPANS, "span")
+        elif name == "upper":
+            found[name] = pick(value, QuantForm.UPPERS, "place of the upper bound")
         else:
             raise OptionError(f"quantise form {text!r} has the unknown part {part!r}")
     return found

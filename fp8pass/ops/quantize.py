@@ -13,28 +13,45 @@ from fp8pass.ops.forms import QuantForm, dynamic_form, static_form
 from fp8pass.ops.library import OpSpec, contiguous_like, nothing, register
 from fp8pass.ops.zero_point import quantize_affine
 
-SCHEMA = "(Tensor x, Tensor? scale, str form) -> (Tensor q, Tensor scale_out)"
+SCHEMA = (
+    "(Tensor x, Tensor? scale, str form, Tensor? scale_ub=None) -> (Tensor q, Tensor scale_out)"
+)
 
 
-def dynamic_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+def dynamic_scale(
+    x: torch.Tensor, form: QuantForm, scale_ub: torch.Tensor | None = None
+) -> torch.Tensor:
     """Dequant scale of ``x [..., K]``: float32; 0-d, ``[..., 1]`` or ``[..., K / n]``.
 
     See :class:`QuantForm` for the expression. The maximum of absolute values is exact in every
     dtype, so where the source upcasts makes no difference.
     """
-    inverse = inverse_scale(x, form) if form.scale == "inverse" else None
-    return _dequant_scale(x, form) if inverse is None else inverse.reciprocal()
+    inverse = inverse_scale(x, form, scale_ub) if form.scale == "inverse" else None
+    return _dequant_scale(x, form, scale_ub) if inverse is None else inverse.reciprocal()
 
 
-def inverse_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+def inverse_scale(
+    x: torch.Tensor, form: QuantForm, scale_ub: torch.Tensor | None = None
+) -> torch.Tensor:
     """``r = qmax / amax`` of the form ``inverse``: what values are multiplied by, float32."""
-    value = (form.qmax / _bounded_amax(x, form)).to(torch.float32)
+    value = (form.qmax / _bounded_amax(x, form, scale_ub)).to(torch.float32)
     if form.power == "floor":
         value = torch.exp2(torch.floor(torch.log2(value)))
     return value
 
 
-def _bounded_amax(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
+def _at_most(
+    value: torch.Tensor, form: QuantForm, where: str, scale_ub: torch.Tensor | None
+) -> torch.Tensor:
+    """``min(value, scale_ub)`` if that is ``where`` the form has its upper bound; NaN stays."""
+    if scale_ub is None or form.upper != where:
+        return value
+    return torch.minimum(value, scale_ub.reshape(()))
+
+
+def _bounded_amax(
+    x: torch.Tensor, form: QuantForm, scale_ub: torch.Tensor | None = None
+) -> torch.Tensor:
     """The largest ``|x|`` of each group in the dtype of the scale, within its bounds."""
     magnitude = x.to(torch.float32).abs()
     group = form.group
@@ -47,25 +64,33 @@ def _bounded_amax(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
     amax = amax.to(form.scale_dtype)
     if form.ceiling != math.inf:
         amax = amax.clamp(max=form.ceiling)
+    amax = _at_most(amax, form, "amax", scale_ub)
     if form.floor == "amax":
         amax = amax.clamp(min=form.floor_value)
     elif form.floor == "amax_add":
         amax = amax + form.floor_value
     elif form.floor == "amax_zero":
         amax = torch.where(amax > 0, amax, form.floor_value)
-    return amax
+    return _at_most(amax, form, "amax_last", scale_ub)
 
 
-def _dequant_scale(x: torch.Tensor, form: QuantForm) -> torch.Tensor:
-    amax = _bounded_amax(x, form)
+def _dequant_scale(
+    x: torch.Tensor, form: QuantForm, scale_ub: torch.Tensor | None = None
+) -> torch.Tensor:
+    amax = _bounded_amax(x, form, scale_ub)
     scale = amax / form.qmax if form.scale == "div" else amax * form.qmax
+    scale = _at_most(scale, form, "scale", scale_ub)
     if form.floor == "scale":
         scale = scale.clamp(min=form.floor_value)
     elif form.floor == "scale_add":
         scale = scale + form.floor_value
-    if form.power == "ceil":
+    scale = _at_most(scale, form, "scale_last", scale_ub)
+    if form.power in ("ceil", "ceil_e8m0"):
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    return scale.to(torch.float32)
+    scale = scale.to(torch.float32)
+    if form.power.endswith("e8m0"):
+        scale = scale.to(torch.float8_e8m0fnu).to(torch.float32)
+    return scale
 
 
 def apply_scale(x: torch.Tensor, scale: torch.Tensor, form: QuantForm) -> torch.Tensor:
@@ -90,9 +115,16 @@ def apply_scale(x: torch.Tensor, scale: torch.Tensor, form: QuantForm) -> torch.
 
 
 def quantize_with(
-    x: torch.Tensor, scale: torch.Tensor | None, form: QuantForm
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: QuantForm,
+    scale_ub: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The quantise of one value by a parsed form: contiguous codes, and the scale if dynamic."""
+    if (form.upper == "none") != (scale_ub is None):
+        raise ValueError(
+            f"form {form} and scale_ub {None if scale_ub is None else 'given'} disagree"
+        )
     if form.static != (scale is not None):
         raise ValueError(f"form {form} and scale {None if scale is None else 'given'} disagree")
     if form.asymmetric:
@@ -101,10 +133,10 @@ def quantize_with(
     if scale is not None:
         return apply_scale(x, scale, form).contiguous(), nothing(x, torch.float32)
     if form.scale == "inverse":
-        factor = inverse_scale(x, form)
+        factor = inverse_scale(x, form, scale_ub)
         q, scale = apply_scale(x, factor, form), factor.reciprocal()
     else:
-        scale = dynamic_scale(x, form)
+        scale = dynamic_scale(x, form, scale_ub)
         floored = form.floor == "divisor"
         q = apply_scale(x, scale.clamp(min=form.floor_value) if floored else scale, form)
     laid_out = empty_scale(x, form)
@@ -141,7 +173,10 @@ def fake_quantize_with(
 
 
 def reference(
-    x: torch.Tensor, scale: torch.Tensor | None, form: str
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: str,
+    scale_ub: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise ``x [..., K]`` to fp8 or int8 codes.
 
@@ -151,6 +186,8 @@ def reference(
             ``[..., 1]`` per token, ``[..., K / n]`` per group. With a zero point ``[2]`` or
             ``[..., 2]``: the scale and the zero point as float32.
         form: ``str`` of a :class:`fp8pass.ops.forms.QuantForm`.
+        scale_ub: the upper bound of a form that has one in ``upper``: one element, in the dtype of
+            the scale's arithmetic.
 
     Returns:
         ``(q, scale_out)``: contiguous codes of the shape of ``x``; the computed float32 scale,
@@ -160,13 +197,17 @@ def reference(
 
     Raises:
         OptionError: ``form`` is not in the closed list.
-        ValueError: the form is static and no scale is given, or the reverse.
+        ValueError: the form is static and no scale is given, or the reverse; the same of
+            ``scale_ub``.
     """
-    return quantize_with(x, scale, QuantForm.parse(form))
+    return quantize_with(x, scale, QuantForm.parse(form), scale_ub)
 
 
 def fake(
-    x: torch.Tensor, scale: torch.Tensor | None, form: str
+    x: torch.Tensor,
+    scale: torch.Tensor | None,
+    form: str,
+    scale_ub: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes of :func:`reference`."""
     return fake_quantize_with(x, scale, QuantForm.parse(form))
@@ -193,6 +234,8 @@ MORE_QUANT_FORMS = tuple(
     for form in (
         dynamic_form("group32"),
         replace(dynamic_form("group32"), layout="col", power="ceil"),
+        replace(dynamic_form("group32"), power="e8m0"),
+        replace(dynamic_form("token"), power="ceil_e8m0"),
         replace(dynamic_form("group16"), layout="tma", ceiling=3.0, floor="amax_add"),
         replace(dynamic_form("token"), scale="inverse", apply="mul_inverse", floor="amax",
                 scale_dtype=torch.float64),
@@ -211,6 +254,15 @@ MORE_QUANT_FORMS = tuple(
         replace(_AFFINE, granularity="token", scale_dtype=torch.bfloat16, span="zero",
                 zero_clamp="codes", zero_dtype=torch.int32, floor="scale_add"),
     )
+)  # fmt: skip
+
+#: Forms with an upper bound that is a tensor.
+UPPER_QUANT_FORMS = (
+    replace(dynamic_form("token"), upper="amax"),
+    replace(dynamic_form("tensor"), upper="scale", scale_dtype=torch.bfloat16),
+    replace(dynamic_form("group16"), upper="scale_last", layout="col", power="ceil"),
+    replace(dynamic_form("token"), scale="inverse", apply="mul_inverse", floor="amax",
+            upper="amax_last"),
 )  # fmt: skip
 
 
@@ -239,6 +291,11 @@ def inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
             for shape in ((3, 64), (1, 32), (2, 3, 32)):
                 x = random_activation(generator, *shape, dtype=dtype)
                 yield x, random_scale(generator, form, shape), form
+    for parsed in UPPER_QUANT_FORMS:
+        for shape in ((3, 64), (1, 32), (2, 3, 32)):
+            x = random_activation(generator, *shape)
+            bound = torch.rand((), generator=generator) * (0.02 if "scale" in parsed.upper else 8)
+            yield x, None, str(parsed), bound.to(parsed.scale_dtype)
 
 
 SPEC = register(

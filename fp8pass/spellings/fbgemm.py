@@ -8,8 +8,8 @@ Arithmetic of the quantises, in float32 whatever the input is:
 
 - ``fbgemm::quantize_fp8_per_row``: ``scale = max(min(amax, scale_ub) / 448, 1 / (448 * 512))``,
   ``q = x / scale``;
-- ``triton::quantize_fp8_row``: ``r = 448 / max(amax, 1e-12)``, ``q = x * r``, dequant scale
-  ``1 / r``.
+- ``triton::quantize_fp8_row``: ``r = 448 / max(min(amax, scale_ub), 1e-12)``, ``q = x * r``,
+  dequant scale ``1 / r``. With a bound below 1e-12 its clamp is not defined.
 
 Both saturate. Where a row has a NaN the library takes the largest of the other values, we take NaN:
 the products of that row are NaN either way.
@@ -18,6 +18,7 @@ the products of that row are NaN either way.
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +28,7 @@ from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.quant_key import dtype_name
 from fp8pass.spellings.library_ops import Arguments, LibraryOp, ProductMatch, result
 from fp8pass.spellings.quantize import QuantMatch
-from fp8pass.spellings.walk import contiguous, same, tensor
+from fp8pass.spellings.walk import contiguous, one_element, same, tensor
 
 _E4M3 = torch.float8_e4m3fn
 _TOP = 448.0
@@ -43,7 +44,7 @@ ROW_TRITON = QuantForm(
 
 
 def _quantise(
-    node: fx.Node, x: Any, form: QuantForm, dtypes: Collection[torch.dtype]
+    node: fx.Node, x: Any, form: QuantForm, dtypes: Collection[torch.dtype], scale_ub: Any
 ) -> QuantMatch | str:
     """``(codes, scale)`` with one scale for each row and none of the last dim kept."""
     codes, scale = result(node, 0), result(node, 1)
@@ -59,25 +60,27 @@ def _quantise(
         return f"its scale has the shape {tuple(scale_value.shape)}"
     if not all(map(same, rows, scale_value.shape)) or not contiguous(codes_value):
         return "its results have other strides or sizes than its input"
-    return QuantMatch(codes, x, scale, form)
+    if scale_ub is not None:
+        bound = tensor(scale_ub)
+        if bound is None or bound.dtype != torch.float32 or not one_element(bound):
+            shape = None if bound is None else tuple(bound.shape)
+            return f"its upper bound scale_ub has the shape {shape}, or is not float32"
+        form = replace(form, upper="amax")
+    return QuantMatch(codes, x, scale, form, scale_ub=scale_ub)
 
 
 def _per_row(node: fx.Node, given: Arguments) -> QuantMatch | str:
-    if given["scale_ub"] is not None:
-        return "its upper bound scale_ub is a tensor, whose value is not known when compiling"
     if given["stochastic_rounding"]:
         return "it rounds stochastically"
     if given["bs"] is not None or given["output_dtype"] not in (None, _E4M3):
         return "it is given bs, or another dtype than e4m3fn"
-    return _quantise(node, given["input"], PER_ROW, (torch.bfloat16,))
+    return _quantise(node, given["input"], PER_ROW, (torch.bfloat16,), given["scale_ub"])
 
 
 def _row_triton(node: fx.Node, given: Arguments) -> QuantMatch | str:
-    if given["scale_ub"] is not None:
-        return "its upper bound scale_ub is a tensor, whose value is not known when compiling"
     if given["use_triton"] is not True:
         return "use_triton=False computes its scale in another way"
-    return _quantise(node, given["a"], ROW_TRITON, MODEL_DTYPES)
+    return _quantise(node, given["a"], ROW_TRITON, MODEL_DTYPES, given["scale_ub"])
 
 
 def _rowwise(node: fx.Node, given: Arguments) -> ProductMatch | str:

@@ -39,10 +39,18 @@ def readers_text(nodes: list[fx.Node]) -> str:
     return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
 
 
+def _bounded(node: fx.Node) -> bool:
+    """Whether a generic quantise has an upper bound that is a tensor."""
+    name = getattr(node.target, "name", lambda: "")()
+    return name == "fp8pass::quantize" and len(node.args) > 3 and node.args[3] is not None
+
+
 def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) -> Verdict:
     """Why a producer or a quantise that no rule took was left; asked before anything is lowered."""
     if draft.kind == "quantize":
         source = draft.node.args[0]
+        if _bounded(draft.node):
+            return no("FP8-F030", node=draft.root_name, bound=draft.node.args[3])
         first = _fused_already(source, drafts)
         if first is not None:
             return no(
@@ -61,4 +69,7 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
             return no("FP8-R004", producer=describe(source), why=why)
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
+    for user in users:
+        if user in drafts and _bounded(user):
+            return no("FP8-F030", node=drafts[user].root_name, bound=user.args[3])
     return no("FP8-F001", what=draft.what, readers=readers_text(users))

@@ -37,6 +37,7 @@ from fp8pass.spellings.walk import (
     scalar,
     tensor,
 )
+from fp8pass.spellings.weight_only import WeightOnlyMatch, match_weight_only
 
 SCALED_MM = (aten._scaled_mm.default,)
 #: torch.nn.functional.scaled_mm; torch 2.10 and older have no such operator.
@@ -84,6 +85,8 @@ def _read(root: fx.Node) -> ScaledMMMatch | str:
         return "it scales its result"
     if result.dtype not in MODEL_DTYPES:
         return f"its result is {result.dtype}"
+    if torch.float8_e8m0fnu in (vsa.dtype, vsb.dtype):
+        return "its scales are float8_e8m0fnu, one for 32 elements of K (MX), not float32"
     if vsa.dtype != torch.float32 or vsb.dtype != torch.float32:
         return f"its scales are {vsa.dtype} and {vsb.dtype}, not float32"
     vbias = tensor(bias)
@@ -196,7 +199,7 @@ def _read_v2(root: fx.Node) -> ScaledMMMatch | str:
     (scale_a,), (scale_b,) = given["scale_a"], given["scale_b"]
     vsa, vsb = tensor(scale_a), tensor(scale_b)
     if vsa is None or vsb is None or vsa.dtype != torch.float32 or vsb.dtype != torch.float32:
-        return "its scales are not float32"
+        return f"its scales are {dtype_of(scale_a)} and {dtype_of(scale_b)}, not float32"
     for kind, scale, codes in ((act, vsa, va), (weight, vsb, vb)):
         if not _has_shape(scale, kind, codes):
             return f"its scales have shapes {tuple(vsa.shape)} and {tuple(vsb.shape)}"
@@ -260,15 +263,19 @@ def is_scaled_mm(node: Any) -> bool:
     return is_call(node, *SCALED_MM, *SCALED_MM_V2) or is_product_of_codes(node)
 
 
-def match_product(root: fx.Node) -> ScaledMMMatch | DequantisedMatch | Verdict:
+def match_product(
+    root: fx.Node,
+) -> ScaledMMMatch | DequantisedMatch | WeightOnlyMatch | Verdict:
     """Read one product of codes, or say why not (FP8-R002; FP8-R005: only its weight is fp8)."""
-    found: ScaledMMMatch | DequantisedMatch | str
+    found: ScaledMMMatch | DequantisedMatch | WeightOnlyMatch | str
     if is_call(root, *SCALED_MM):
         found = _read_unit(root) or _read(root)
     elif is_call(root, *SCALED_MM_V2):
         found = _read_v2(root)
     elif not is_call(root, INT_MM) and weight_only(root):
-        return no("FP8-R005", node=root.name)
+        found = match_weight_only(root)
+        if isinstance(found, str):
+            return no("FP8-R005", node=root.name, why=found)
     else:
         found = match_dequantised(root)
     return no("FP8-R002", node=root.name, why=found) if isinstance(found, str) else found

@@ -6,6 +6,7 @@ one element, one per row or column, or one per block (repeated, expanded, or in 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -134,7 +135,7 @@ def read_operand(node: Any, side: str) -> Operand | None:
         return None
     if multiplied is None or scale is None:
         return Operand(codes, inner_first, zero=zero)
-    found = _scale(scale, multiplied, moves[:outer], side)
+    found = scale_of(scale, multiplied, moves[:outer], side)
     if found is None:
         return None
     return Operand(codes, inner_first, *found, zero=zero)
@@ -168,11 +169,19 @@ def _less_zero(node: Any) -> tuple[fx.Node, fx.Node] | None:
     return codes, zero
 
 
-def _scale(
-    scale: Any, multiplied: fx.Node, outer: list[fx.Node], side: str
+def scale_of(
+    scale: Any,
+    multiplied: fx.Node,
+    outer: list[fx.Node],
+    side: str,
+    dtypes: Collection[torch.dtype] = (torch.float32,),
 ) -> tuple[fx.Node, str | tuple[int, int], bool] | None:
+    """``(scale, group, transposed)`` of an :class:`Operand` that is ``multiplied``, then moved.
+
+    ``outer`` are these moves, outermost first; ``dtypes`` those that the scale may have.
+    """
     held, value = tensor(scale), tensor(multiplied)
-    if held is None or value is None or held.dtype != torch.float32:
+    if held is None or value is None or held.dtype not in dtypes:
         return None
     if one_element(held):
         return scale, "tensor", False
@@ -191,7 +200,7 @@ def _scale(
         return _split_blocks(scale, held, value, final, transposed)
     # one per element, repeated in blocks: asked first, for a matrix of one row looks like a vector
     if value.dim() == 2 and not views and same_shape(held, value):
-        spread = read_spread(scale)
+        spread = read_spread(scale, dtypes)
         if spread is not None and _fits(*spread, value):
             return *spread, transposed
     # one per row of what is multiplied, or one per column
@@ -237,7 +246,9 @@ def _split_blocks(
     return scale, (int(rows), int(size)), transposed
 
 
-def read_spread(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
+def read_spread(
+    node: Any, dtypes: Collection[torch.dtype] = (torch.float32,)
+) -> tuple[fx.Node, tuple[int, int]] | None:
     """``(base, (rows, columns))`` of a matrix that repeats each element of ``base`` in blocks."""
     blocks = [1, 1]
     while True:
@@ -254,7 +265,7 @@ def read_spread(node: Any) -> tuple[fx.Node, tuple[int, int]] | None:
             return None
         blocks[dim] = times
     value = tensor(node)
-    if blocks == [1, 1] or value is None or value.dim() != 2 or value.dtype != torch.float32:
+    if blocks == [1, 1] or value is None or value.dim() != 2 or value.dtype not in dtypes:
         return None
     return node, (blocks[0], blocks[1])
 

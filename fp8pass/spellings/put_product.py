@@ -1,4 +1,4 @@
-"""Puts ``fp8pass::scaled_mm`` in the place of a product that was spelled without scales inside."""
+"""Puts a generic product in the place of one that was spelled without scales inside."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from fp8pass.spellings.dequantised import DequantisedMatch, keys_of
 from fp8pass.spellings.operands import Operand
 from fp8pass.spellings.put_zero_point import clamped_zero
 from fp8pass.spellings.walk import VIEWS, aten, is_call, one_element, same, val
+from fp8pass.spellings.weight_only import WeightOnlyMatch
 from fp8pass.workbench import Workbench
 
 _CONVERT = torch.ops.prims.convert_element_type.default
@@ -46,6 +47,31 @@ def put_dequantised(bench: Workbench, found: DequantisedMatch) -> tuple[fx.Node,
         result = node
         if found.batch:
             result = bench.call(aten.unsqueeze.default, (result, 0), root)
+        for view in found.views:
+            target = aten.reshape.default if _reshapes(view) else view.target
+            result = bench.call(target, (result, *view.args[1:]), root)
+    return node, result
+
+
+def put_weight_only(bench: Workbench, found: WeightOnlyMatch) -> tuple[fx.Node, fx.Node]:
+    """``fp8pass::w8a16_mm`` behind the root, and its result in the shape of the root."""
+    root = found.root
+    scale, kind, transposed = found.scale
+    with bench.graph.inserting_before(root.next):
+        a = found.a
+        for view in reversed(found.a_views):
+            target = aten.reshape.default if _reshapes(view) else view.target
+            a = bench.call(target, (a, *view.args[1:]), root)
+        b = _codes(bench, found.b, root, batch=False)
+        if kind != "tensor":
+            scale = _scale(bench, scale, kind, transposed, kind, root)
+        elif val(scale).dim() > 2:
+            scale = _reshape(bench, scale, [1], root)
+        args = (a, b, scale, found.bias, found.out_dtype, found.weight_key, str(found.form), "")
+        sizes = (val(a).shape[0], val(b).shape[1])
+        value = bench.fresh(val(root), sizes, found.out_dtype)
+        node = bench.call(torch.ops.fp8pass.w8a16_mm.default, args, root, value)
+        result = node
         for view in found.views:
             target = aten.reshape.default if _reshapes(view) else view.target
             result = bench.call(target, (result, *view.args[1:]), root)

@@ -60,7 +60,8 @@ class QuantMatch:
 
     ``split`` is the view of ``x`` that splits its last dim into groups, None without groups;
     ``codes_split`` whether the codes have the shape of the split. ``zero`` is the node of the zero
-    point, None without one.
+    point, None without one. ``scale_ub`` is the tensor of one element that the scale is bounded by,
+    of a form with an ``upper``.
     """
 
     root: fx.Node
@@ -70,6 +71,7 @@ class QuantMatch:
     split: fx.Node | None = None
     codes_split: bool = False
     zero: fx.Node | None = None
+    scale_ub: fx.Node | None = None
 
 
 def is_fp8_cast(node: Any) -> bool:
@@ -324,7 +326,7 @@ def _read(root: fx.Node) -> QuantMatch | str:
             made = _dequant_of(made)
             if made is None:
                 return "its scale is an inverse one whose reciprocal nothing computes"
-        return QuantMatch(root, x, made, form, split, codes_split)
+        return QuantMatch(root, x, made, form, split, codes_split, known.scale_ub)
     if how == "mul_inverse":
         return "it is multiplied by an inverse scale of another tensor"
     if one_element(shape_value):
@@ -365,6 +367,7 @@ def _form(
         scale_dtype=known.scale_dtype,
         ceiling=known.ceiling,
         power=known.power,
+        upper=known.upper,
     )
 
 

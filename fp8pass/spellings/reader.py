@@ -34,10 +34,12 @@ from fp8pass.spellings.library_ops import (
     match_library_op,
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
-from fp8pass.spellings.put_product import put_dequantised
+from fp8pass.spellings.put_layout import put_layouts
+from fp8pass.spellings.put_product import put_dequantised, put_weight_only
 from fp8pass.spellings.put_zero_point import given_pair, put_pair
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
+from fp8pass.spellings.scale import stored_e8m0
 from fp8pass.spellings.walk import (
     VIEWS,
     aten,
@@ -49,6 +51,7 @@ from fp8pass.spellings.walk import (
     val,
     where,
 )
+from fp8pass.spellings.weight_only import WeightOnlyMatch, key_of
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
@@ -134,11 +137,12 @@ class Reader:
                     matches.append(self._with_producer(node, found))
         for match in matches:
             self._put_quantise(match)
+        put_layouts(self.bench, self.drafts.values())
 
     def read_products(self) -> None:
         """Scaled products."""
         for node in list(self.bench.graph.nodes):
-            if is_call(node, _ops.scaled_mm.default):
+            if is_call(node, _ops.scaled_mm.default, _ops.w8a16_mm.default):
                 self._take_native(node)
             elif (library := library_op(node)) is not None:
                 if library.kind == "scaled_mm":
@@ -150,6 +154,9 @@ class Reader:
                     continue
                 if isinstance(found, DequantisedMatch):
                     self._put_dequantised(found)
+                    continue
+                if isinstance(found, WeightOnlyMatch):
+                    self._put_weight_only(found)
                     continue
                 args = (
                     found.a,
@@ -278,7 +285,9 @@ class Reader:
         form = next((str(a) for a in reversed(node.args) if isinstance(a, str)), "")
         draft = self._draft(node, node, outputs, form)
         draft.source = "fp8pass"
-        if draft.kind == "scaled_mm":
+        if is_call(node, _ops.w8a16_mm.default):
+            draft.key, draft.form = key_of(node), str((*node.args, "")[6])
+        elif draft.kind == "scaled_mm":
             draft.key = f"{node.args[6]} x {node.args[7]}"
 
     def _put_single(
@@ -326,6 +335,12 @@ class Reader:
         draft.key = f"{node.args[6]} x {node.args[7]}"
         draft.swaps.append(self.bench.swap(found.root, result))
 
+    def _put_weight_only(self, found: WeightOnlyMatch) -> None:
+        node, result = put_weight_only(self.bench, found)
+        draft = self._draft(node, found.root, {"out": node}, str(found.form))
+        draft.key = key_of(node)
+        draft.swaps.append(self.bench.swap(found.root, result))
+
     def _put_library_product(self, found: ProductMatch) -> None:
         """The generic product of a library's, whose weight is ``[N, K]`` and scales may be 1-D."""
         bench, root = self.bench, found.root
@@ -353,6 +368,9 @@ class Reader:
         scale = found.scale if found.form.static else None
         if scale is not None and found.zero is not None:
             scale = self._pair(found.root, scale, found.zero)
+        args: tuple[Any, ...] = (base, scale, form)
+        if found.scale_ub is not None:
+            args = (*args, now(found.scale_ub, found.scale_ub))
         bench, graph = self.bench, self.bench.graph
         last = found.root
         if scale is None and bench._order.get(found.scale, 0) > bench._order.get(last, 0):
@@ -362,7 +380,7 @@ class Reader:
             last = max(last, found.zero, key=lambda node: order(node, 0))
         value = self._quantise_value(found, base, viewed=bool(views))
         with graph.inserting_after(last):
-            node = bench.call(_ops.quantize.default, (base, scale, form), found.root, value)
+            node = bench.call(_ops.quantize.default, args, found.root, value)
         with graph.inserting_after(node):
             q, scale_out = bench.items(node, found.root)
         draft = self._draft(node, found.root, {"q": q, "scale": scale_out}, form)
@@ -387,7 +405,18 @@ class Reader:
                 self._swap_viewed(found.scale, scale_out, views if per_token else [], 1, None)
             )
         if scale is None:
-            self._scales.setdefault(found.scale, draft.swaps[-1].new)
+            made = draft.swaps[-1].new
+            self._scales.setdefault(found.scale, made)
+            stored = stored_e8m0(found.scale)
+            if stored is not None and val(stored).shape == val(found.scale).shape:
+                draft.swaps.append(self._store(stored, made))
+
+    def _store(self, stored: fx.Node, scale: fx.Node) -> Swap:
+        """Give the readers of a scale as it is stored the scale of the quantise, stored so."""
+        with self.bench.graph.inserting_after(scale):
+            new = self.bench.call(stored.target, (scale, *stored.args[1:]), stored, val(stored))
+        new.kwargs = stored.kwargs
+        return self.bench.swap(stored, new)
 
     def _pair(self, root: fx.Node, scale: fx.Node, zero: fx.Node) -> fx.Node:
         """A given scale and zero point in one tensor; the same one for the same two."""

@@ -3,6 +3,8 @@
     x ─ abs ─ amax ─ [cast] ─ [bounds] ─ / 448 ─ [floor] ─ [2^ceil(log2)] ─ [cast f32]   scale
                                        └ 448 / ─ [cast f32] ─ [2^floor(log2)]            r = 1/scale
 
+A bound is a constant, or from above a tensor of one element (``scale_ub``), of amax or the scale.
+A scale that is stored as ``float8_e8m0fnu`` and read back is rounded by that: it is a power of two.
 All arithmetic between the first and the last cast has one dtype, ``scale_dtype``: a scale computed
 in bf16 or float64 is another form than one computed in float32. Anything else gives None.
 """
@@ -19,6 +21,7 @@ from torch import fx
 
 from fp8pass.spellings.walk import (
     ADD,
+    CAST,
     DIV,
     MUL,
     VIEWS,
@@ -30,8 +33,10 @@ from fp8pass.spellings.walk import (
     is_call,
     is_last_dim,
     item,
+    one_element,
     peel_views,
     peel_widening,
+    same_shape,
     scalar,
     tensor,
 )
@@ -46,7 +51,7 @@ class Scale:
 
     ``over`` is the reshaped ``source`` that is reduced, ``granularity`` that of the reduction:
     ``tensor``, or ``token`` over the last dim. The other fields are those of
-    :class:`fp8pass.ops.forms.QuantForm`.
+    :class:`fp8pass.ops.forms.QuantForm`; ``scale_ub`` is the node of the bound ``upper``.
     """
 
     source: fx.Node
@@ -59,6 +64,8 @@ class Scale:
     scale_dtype: torch.dtype
     ceiling: float
     power: str
+    upper: str = "none"
+    scale_ub: fx.Node | None = None
 
 
 def bound(node: Any, op: Any) -> float | None:
@@ -113,6 +120,57 @@ def _clamps(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
         node, lo, hi = found[0], max(lo, found[1]), min(hi, found[2])
         if not lo <= hi:
             return None
+
+
+def _least(node: Any) -> tuple[Any, Any] | None:
+    """``(value, other)`` of ``min(value, other)`` of two tensors, the value made from a maximum."""
+    if is_call(node, aten.clamp_max.Tensor) and len(node.args) == 2:
+        return node.args[0], node.args[1]
+    if is_call(node, aten.clamp.Tensor) and argument(node, 1, "min") is None:
+        return node.args[0], argument(node, 2, "max")
+    if not is_call(node, aten.minimum.default):
+        return None
+    made = [_of_maximum(arg) for arg in node.args]
+    if made[0] == made[1]:
+        return None
+    value, other = node.args if made[0] else node.args[::-1]
+    return value, other
+
+
+def _of_maximum(node: Any) -> bool:
+    """Whether ``node`` is made from a reduction by what a scale is made by."""
+    for _ in range(16):
+        if is_call(node, *_MAX):
+            return True
+        if item(node, 0) is None and not is_call(node, *_STEPS):
+            return False
+        first, *rest = node.args
+        # of two tensors the one with more than a number in it; a constant may stand first
+        node = rest[0] if rest and scalar(first) is not None else first
+    return False
+
+
+def _tensor_bound(node: Any, dtype: torch.dtype) -> tuple[Any, fx.Node | None]:
+    """``(inner, bound)`` of an upper bound that is a tensor of one element; ``(node, None)`` else.
+
+    The bound has the dtype of the scale's arithmetic; a narrow dtype is written wide, as in
+    :func:`_clamp_in`.
+    """
+    node = peel_views(node)
+    found = _least(node) if dtype_of(node) == dtype else None
+    if found is None and dtype in _NARROW and cast_to(node) == dtype:
+        found = _least(node.args[0])
+        if found is not None:
+            found = peel_widening(found[0]), peel_widening(found[1])
+    if found is None:
+        return node, None
+    inner, upper = found
+    held, before, after = tensor(upper), tensor(inner), tensor(node)
+    if held is None or before is None or after is None or scalar(upper) is not None:
+        return node, None
+    if held.dtype != dtype or before.dtype != dtype or not one_element(held):
+        return node, None
+    return (inner, upper) if same_shape(before, after) else (node, None)
 
 
 def _added(node: Any, dtype: torch.dtype) -> tuple[Any, float] | None:
@@ -176,6 +234,18 @@ def _reduced(node: Any, ops: tuple[Any, Any, Any]) -> tuple[fx.Node, str] | None
 
 
 _MAX = (aten.max.dim, aten.amax.default, aten.max.default)
+#: What stands between a maximum and the scale.
+_STEPS = (
+    *ADD,
+    *MUL,
+    *DIV,
+    *CAST,
+    *VIEWS,
+    aten.clamp.default,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.maximum.default,
+)
 _MIN = (aten.min.dim, aten.amin.default, aten.min.default)
 
 
@@ -233,9 +303,16 @@ def _to_scale_dtype(node: Any, dtype: torch.dtype) -> Any:
 
 
 def _from_amax(
-    node: Any, how: str, qmax: float, dtype: torch.dtype, floor: tuple[str, float], power: str
+    node: Any,
+    how: str,
+    qmax: float,
+    dtype: torch.dtype,
+    floor: tuple[str, float],
+    power: str,
+    upper: tuple[str, fx.Node | None] = ("none", None),
 ) -> Scale | None:
     """The part below the division: bounds of amax, its conversion, and the maximum."""
+    node, last = _tensor_bound(node, dtype)
     found = _clamps(node, dtype)
     if found is None:
         return None
@@ -254,6 +331,15 @@ def _from_amax(
             if found is None or found[1] > -math.inf:
                 return None
             node, _, hi = found
+    node, first = _tensor_bound(node, dtype)
+    bounds = [bound for bound in (upper[1], last, first) if bound is not None]
+    if bounds:
+        if len(bounds) > 1 or hi < math.inf:
+            return None  # the order of two upper bounds is not part of a form
+        if first is not None or (last is not None and not floor[0].startswith("amax")):
+            upper = ("amax", bounds[0])
+        elif last is not None:
+            upper = ("amax_last", last)
     found_amax = _amax(_to_scale_dtype(node, dtype))
     if found_amax is None or not hi > 0:
         return None
@@ -262,7 +348,7 @@ def _from_amax(
         return None
     if not isinstance(source, fx.Node):
         return None
-    return Scale(source, over, granularity, how, qmax, *floor, dtype, hi, power)
+    return Scale(source, over, granularity, how, qmax, *floor, dtype, hi, power, *upper)
 
 
 def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
@@ -277,18 +363,26 @@ def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
 
 def dequant_scale(node: Any) -> Scale | None:
     """The recipe of the dequant scale ``node`` (forms ``div`` and ``mul``), None if not known."""
-    found = _arithmetic(peel_views(node))
+    node = peel_views(node)
+    stored = stored_e8m0(node)
+    if stored is not None:
+        node = peel_views(stored.args[0])
+    found = _arithmetic(node)
     if found is None:
         return None
     node, dtype = found
-    power = "none"
+    power = "e8m0" if stored is not None else "none"
     inner = _power(node, aten.ceil.default) if dtype == torch.float32 else None
+    unsigned = False
     if inner is not None:
-        node, power = inner, "ceil"
+        node, power = inner, "ceil" if stored is None else "ceil_e8m0"
+        unsigned = is_call(node, aten.abs.default)
+        node = peel_views(node.args[0]) if unsigned else node
         found = _arithmetic(node)
         if found is None or found[1] != torch.float32:
             return None
     floor = ("none", 0.0)
+    node, last = _tensor_bound(node, dtype)
     clamps = _clamps(node, dtype)
     if clamps is None or clamps[2] < math.inf:
         return None
@@ -299,13 +393,36 @@ def dequant_scale(node: Any) -> Scale | None:
         added = _added(node, dtype)
         if added is not None:
             node, floor = peel_views(added[0]), ("scale_add", added[1])
+    node, first = _tensor_bound(node, dtype)
+    if last is not None and first is not None:
+        return None
+    upper: tuple[str, fx.Node | None] = ("scale", first or last)
+    if last is first:  # None
+        upper = ("none", None)
+    if last is not None and floor[0] != "none":
+        upper = ("scale_last", last)
     constant = _constant(node, DIV, dtype)
     how = "div"
     if constant is None:
         constant, how = _constant(node, MUL, dtype), "mul"
     if constant is None:
         return None
-    return _from_amax(constant[1], how, constant[0], dtype, floor, power)
+    made = _from_amax(constant[1], how, constant[0], dtype, floor, power, upper)
+    # an absolute value of a scale changes nothing: only a bound that is a tensor may be negative
+    return None if unsigned and made is not None and made.scale_ub is not None else made
+
+
+def stored_e8m0(node: Any) -> Any:
+    """The cast of a float32 scale to ``float8_e8m0fnu`` that ``node`` makes float32 again, or None.
+
+    The way back loses nothing: every value of e8m0 is a float32, and is rounded to itself.
+    """
+    if cast_to(node) != torch.float32:
+        return None
+    stored = peel_views(node.args[0])
+    if cast_to(stored) != torch.float8_e8m0fnu or dtype_of(stored.args[0]) != torch.float32:
+        return None
+    return stored
 
 
 def _constant(node: Any, ops: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, Any] | None:

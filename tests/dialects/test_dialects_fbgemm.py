@@ -56,10 +56,6 @@ def test_extremes(name: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "fbgemm_bound": (
-        lambda x, u: FBGEMM.quantize_fp8_per_row(x, None, u),
-        "its upper bound scale_ub is a tensor",
-    ),
     "fbgemm_stochastic": (
         lambda x, u: FBGEMM.quantize_fp8_per_row(x, stochastic_rounding=True),
         "stochastically",
@@ -69,7 +65,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
         lambda x, u: FBGEMM.quantize_fp8_per_row(x.float()),
         "it quantises torch.float32 values",
     ),
-    "mslk_bound": (lambda x, u: TRITON.quantize_fp8_row(x, u), "its upper bound scale_ub"),
     "mslk_torch": (
         lambda x, u: TRITON.quantize_fp8_row(x, use_triton=False),
         "computes its scale in another way",

@@ -117,7 +117,7 @@ def crossed(file: str) -> None:
     """In a process without a device: the graphs that graphs_for makes, into ``file``."""
     assert not torch.cuda.is_available()
     texts = {}
-    for name in golden_graphs.CASES[TARGET]:
+    for name in golden_graphs.RECORDED:
         texts[name] = listing(golden_graphs.found(TARGET, name).graph.after.graph)
     Path(file).write_text(json.dumps(texts))
 
@@ -138,7 +138,7 @@ def main(file: str) -> int:
     found: dict[str, Any] = {}
     bad = 0
     with inductor.patch(force_disable_caches=True):
-        for name in golden_graphs.CASES[TARGET]:
+        for name in golden_graphs.RECORDED:
             found[name] = record(name)
             print(name, found[name]["distance"], found[name]["kernels"], flush=True)
             bad += any(value > CLOSE for value in found[name]["distance"].values())

@@ -10,7 +10,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fp8pass.lowerings import EmitSite
-from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.problem import MRange, ScaledMMProblem, unquantised
 from fp8pass.quant_key import QuantKey, dtype_name
 from fp8pass.target import Target
 
@@ -31,8 +31,10 @@ def problem(
     a_dtype, b_dtype = dtypes or (fp8, fp8)
     more.setdefault("out_dtype", torch.bfloat16)
     more.setdefault("device_type", "cpu" if target is None else target.device_type)
+    codes = a_dtype not in (torch.bfloat16, torch.float16, torch.float32)
+    key = f"{dtype_name(a_dtype)}/dynamic/{activation}"
     return ScaledMMProblem(
-        QuantKey.parse(f"{dtype_name(a_dtype)}/dynamic/{activation}"),
+        QuantKey.parse(key) if codes else unquantised(a_dtype),
         QuantKey.parse(f"{dtype_name(b_dtype)}/static/{weight}"),
         MRange() if m is None else MRange(m, m),
         n,
@@ -62,7 +64,7 @@ def operands(
     def randn(*shape: int) -> torch.Tensor:
         if g is None:
             return torch.empty(shape, device=device)
-        return torch.randn(*shape, generator=g)
+        return torch.randn(shape, generator=g)
 
     def scale(shape: tuple[int, ...]) -> torch.Tensor:
         return randn(*shape).abs() * 0.01 + 0.001 if g is not None else randn(*shape)

@@ -64,14 +64,15 @@ def test_elsewhere_inductor_with_a_reason(target: str, code: str) -> None:
     problem = dataclasses.replace(PROBLEMS["rms_norm_quant"], device_type=parsed.device_type)
     choice = choose_producer(parsed, problem, Options())
     assert choice.kernel is None
-    assert [(name, verdict.code) for name, verdict in choice.rejected] == [("triton", code)]
+    told = {name: verdict.code for name, verdict in choice.rejected}
+    assert told["triton"] == code and told["aiter"] in ("FP8-L001", "FP8-L011")
 
 
 def test_a_machine_without_triton() -> None:
     target = dataclasses.replace(Target.parse("sm90"), features=frozenset({NO_TRITON}))
     choice = choose_producer(target, PROBLEMS["silu_mul_quant"], Options())
-    ((name, verdict),) = choice.rejected
-    assert choice.kernel is None and name == "triton"
+    verdict = dict(choice.rejected)["triton"]
+    assert choice.kernel is None
     assert verdict.code == "FP8-L011" and "Triton" in verdict.message
 
 
@@ -79,7 +80,7 @@ def test_what_the_kernel_does_not_take_is_named() -> None:
     fnuz = str(dynamic_form("token", torch.float8_e4m3fnuz))
     problem = dataclasses.replace(PROBLEMS["rms_norm_quant"], quant_form=fnuz)
     choice = choose_producer(Target.parse("sm90"), problem, Options())
-    ((_, verdict),) = choice.rejected
+    verdict = dict(choice.rejected)["triton"]
     assert choice.kernel is None
     assert verdict.code == "FP8-L017" and "fnuz" in verdict.message
 
@@ -87,7 +88,7 @@ def test_what_the_kernel_does_not_take_is_named() -> None:
 def test_operands_on_another_device() -> None:
     problem = dataclasses.replace(PROBLEMS["quantize"], device_type="cpu")
     choice = choose_producer(Target.parse("sm90"), problem, Options())
-    assert choice.kernel is None and choice.rejected[0][1].code == "FP8-L015"
+    assert choice.kernel is None and dict(choice.rejected)["triton"].code == "FP8-L015"
 
 
 def test_disable_and_prefer() -> None:
@@ -95,8 +96,8 @@ def test_disable_and_prefer() -> None:
     assert name_of("sm90", problem, disable=("triton",)) == "inductor"
     choice = choose_producer(Target.parse("sm90"), problem, Options(prefer=("inductor",)))
     assert choice.kernel is None and choice.why == "preferred"
-    ((name, verdict),) = choice.rejected
-    assert (name, verdict.code) == ("triton", "FP8-L013") and "inductor" in verdict.message
+    verdict = dict(choice.rejected)["triton"]
+    assert verdict.code == "FP8-L013" and "inductor" in verdict.message
     with pytest.raises(OptionError, match="fall"):
         Options.resolve({}, disable=("inductor",))
     with pytest.raises(OptionError, match="'triton'"):
@@ -108,6 +109,8 @@ def test_disable_and_prefer() -> None:
     [
         ("cpu", {}, True),
         ("gfx942", {}, True),
+        ("gfx942+aiter", {}, True),
+        ("gfx942+aiter", {"numerics": "fast"}, False),
         ("xpu-bmg", {}, True),
         ("sm80", {}, True),
         ("sm90", {}, False),
@@ -124,7 +127,7 @@ def test_inductor_rounds_as_the_graph_does_where_it_takes_producers(
 
 
 def test_names_are_taken_once() -> None:
-    assert producer_kernel_names() == ("triton", "inductor")
+    assert producer_kernel_names()[-1] == "inductor" and "triton" in producer_kernel_names()
     for kernel in (TRITON, dataclasses.replace(TRITON, name="inductor")):
         with pytest.raises(ValueError, match="registered"):
             register_producer(kernel)
@@ -137,3 +140,89 @@ def test_the_reference_is_there_for_every_device() -> None:
     expected = SPECS["silu_mul_quant"].op(*args)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.float(), other.float())
+
+
+# ---- AITER ---------------------------------------------------------------------------------------
+
+AITER = Target.parse("gfx950+aiter")
+FAST = Options(numerics="fast")
+
+
+def norm(**changes: object) -> ProducerProblem:
+    return dataclasses.replace(PROBLEMS["rms_norm_quant"], **changes)  # type: ignore[arg-type]
+
+
+def test_aiter_rounds_otherwise_so_only_where_that_is_allowed() -> None:
+    choice = choose_producer(AITER, norm(), Options())
+    verdict = dict(choice.rejected)["aiter"]
+    assert choice.kernel is None and verdict.code == "FP8-L063"
+    assert "roundings" in verdict.message and "fast" in verdict.hint
+    assert name_of(AITER, norm(), numerics="fast") == "aiter"
+    assert name_of(AITER, norm(), prefer=("aiter",)) == "aiter"
+    assert name_of(AITER, norm(), numerics="fast", disable=("aiter",)) == "inductor"
+    assert name_of("gfx950", norm(), numerics="fast") == "inductor"
+    assert name_of("gfx1201+aiter", norm(), numerics="fast") == "inductor"
+
+
+GROUP = str(dynamic_form("group128"))
+FNUZ_TOKEN = str(dynamic_form("token", torch.float8_e4m3fnuz))
+REFUSED = [
+    (norm(keep=True), "read elsewhere"),
+    (norm(width=None), "not known"),
+    (norm(dtypes=(F32, F32)), "float32"),
+    (norm(dtypes=(BF16, F32)), "different dtypes"),
+    (norm(dtypes=(BF16, None)), "none"),
+    (norm(form="mean,rsqrt,none,bfloat16", dtypes=(BF16, None)), "none"),
+    (norm(form="mean,recip_sqrt,after_cast,bfloat16,eps=outside"), "outside"),
+    (norm(quant_form=str(static_form())), "recipe"),
+    (norm(quant_form=str(dynamic_form("tensor"))), "tensor"),
+    (norm(quant_form=str(dynamic_form("group64"))), "group64"),
+    (norm(quant_form=str(dataclasses.replace(dynamic_form("token"), ceiling=3.0))), "ceiling"),
+    (norm(quant_form=str(dataclasses.replace(dynamic_form("token"), power="ceil"))), "power"),
+    (norm(quant_form=str(dataclasses.replace(dynamic_form("token"), floor="amax_add"))), "add"),
+    (norm(quant_form=str(dataclasses.replace(dynamic_form("token"), floor_value=1e-3))), "0.001"),
+    (norm(quant_form=str(dataclasses.replace(dynamic_form("group128"), layout="col"))), "col"),
+    (norm(quant_form=FNUZ_TOKEN), "fnuz"),
+    (norm(quant_form=GROUP, width=4000), "4000"),
+    (norm(quant_form=GROUP, width=16384), "16384"),
+    (PROBLEMS["silu_mul_quant"], "per token"),
+    (PROBLEMS["act_mul_quant"], "act_mul_quant"),
+    (PROBLEMS["quantize"], "quantize"),
+    (
+        dataclasses.replace(
+            PROBLEMS["silu_mul_quant"], quant_form=GROUP, form="sigmoid,bfloat16,bfloat16,bfloat16"
+        ),
+        "computed in",
+    ),
+]
+
+
+@pytest.mark.parametrize(("problem", "word"), REFUSED, ids=[word for _, word in REFUSED])
+def test_what_aiter_does_not_take(problem: ProducerProblem, word: str) -> None:
+    choice = choose_producer(AITER, problem, FAST)
+    verdict = dict(choice.rejected)["aiter"]
+    assert choice.kernel is None and verdict.code == "FP8-L017"
+    assert word in verdict.message
+
+
+def test_what_aiter_takes() -> None:
+    for problem in (
+        norm(),
+        norm(quant_form=GROUP),
+        norm(quant_form=GROUP, width=8192),
+        norm(form="sum_div,rsqrt,before_cast,bfloat16"),
+        PROBLEMS["add_rms_norm_quant"],
+        dataclasses.replace(PROBLEMS["silu_mul_quant"], quant_form=GROUP, width=16384),
+    ):
+        assert name_of(AITER, problem, numerics="fast") == "aiter"
+    assert name_of("gfx942+aiter", norm(quant_form=FNUZ_TOKEN), numerics="fast") == "aiter"
+
+
+def test_aiter_quantises_e4m3fnuz_by_240_not_224() -> None:
+    """What prepare makes of a model is by 224: another quantise, which is not replaced."""
+    form = dataclasses.replace(
+        dynamic_form("token", torch.float8_e4m3fnuz), qmax=224.0, lo=-224.0, hi=224.0
+    )
+    choice = choose_producer(Target.parse("gfx942+aiter"), norm(quant_form=str(form)), FAST)
+    verdict = dict(choice.rejected)["aiter"]
+    assert choice.kernel is None and "224" in verdict.message and "240" in verdict.message

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from fp8pass.errors import OptionError
 from fp8pass.ops import ActForm, LayerNormForm, NormForm, QuantForm, dynamic_form, static_form
 from fp8pass.ops.forms import MODEL_DTYPES
+from fp8pass.ops.product_form import ProductForm
 from fp8pass.quant_key import FP8_DTYPES, QuantKey
 
 model = st.sampled_from(sorted(MODEL_DTYPES, key=str))
@@ -118,6 +119,45 @@ def test_a_changed_part_is_refused(
 def test_parts_by_name_are_a_closed_list_too(extra: str) -> None:
     with pytest.raises(OptionError):
         QuantForm.parse(f"{static_form()},{extra}")
+
+
+_AFFINE = "int8,token,float32,div,255.0,scale,1e-07,div,-128.0,127.0"
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        ("", ",zero=round"),
+        ("", ",zero=given"),  # the scale is computed
+        ("", ",zero=lo_round,zero_at=between"),
+        ("", ",zero=lo_round,zero_clamp=all"),
+        ("", ",zero=lo_round,zero_dtype=int64"),
+        ("", ",zero=lo_round,zero_dtype=int8"),  # may not hold it
+        ("", ",zero=lo_round,span=abs"),
+        ("", ",zero=lo_round,power=ceil"),
+        ("", ",zero=lo_round,ceiling=3.0"),
+        ("", ",zero_at=before"),
+        ("", ",span=zero"),
+        ("int8", "float8_e4m3fn"),
+        ("token", "group16"),
+        ("token,float32", "token,bfloat16"),
+        ("scale,1e-07", "amax,1e-07"),
+    ],
+    ids=str,
+)
+def test_a_zero_point_goes_with_few_other_parts(changed: tuple[str, str]) -> None:
+    old, new = changed
+    good = f"{_AFFINE},zero=lo_round"
+    assert str(QuantForm.parse(good)) == good and QuantForm.parse(good).key.endswith("/asym")
+    with pytest.raises(OptionError):
+        QuantForm.parse(good.replace(old, new) if old else _AFFINE + new)
+
+
+@pytest.mark.parametrize("text", ["none,ab,int16", "a,ab,int32", "none,ab,int32,codes"])
+def test_product_forms_with_a_zero_point_that_are_not_known(text: str) -> None:
+    assert str(ProductForm.parse("none,ab,int32")) == "none,ab,int32"
+    with pytest.raises(OptionError):
+        ProductForm.parse(text)
 
 
 @pytest.mark.parametrize(

@@ -325,17 +325,6 @@ def test_a_value_in_between_that_is_read_elsewhere() -> None:
     assert only(reading)[0] == "dynamic/token x static/tensor"
 
 
-def test_weight_only() -> None:
-    def fn(x: Tensor, w: Tensor, sb: Tensor) -> Tensor:
-        return F.linear(x, w.to(BF16) * sb.to(BF16).t())
-
-    reading = read(fn, values(5, 32), codes(48, 32), scales(1, 48))
-    assert reading.drafts == []
-    assert [entry[:2] for entry in reading.unread] == [("scaled_mm", "FP8-R005")]
-    # a product without any codes is nothing to us
-    assert read(lambda x, w: F.linear(x, w), values(5, 32), values(48, 32)).unread == []
-
-
 # ---- torch.nn.functional.scaled_mm ---------------------------------------------------------------
 
 

@@ -8,11 +8,12 @@ measured; others come after them by static priority. Reading a table executes no
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
 
 from fp8pass.problem import MRange, ScaledMMProblem
+from fp8pass.quant_key import dtype_name
 from fp8pass.target import Target
 
 SCHEMA = 1
@@ -27,6 +28,7 @@ class Entry:
         m, n, k: ranges, both ends included, in which the order was seen.
         order: kernel names, the fastest first.
         fast_accum: whether the source must allow reduced accumulation, must not, or None = either.
+        dtype: of the activations' codes, as in the keys; None = any.
     """
 
     activation: str
@@ -36,6 +38,7 @@ class Entry:
     k: MRange
     order: tuple[str, ...]
     fast_accum: bool | None = None
+    dtype: str | None = None
 
     def matches(self, problem: ScaledMMProblem) -> bool:
         """Whether the entry is about this product, its number of rows apart."""
@@ -43,6 +46,8 @@ class Entry:
             problem.activation.granularity,
             problem.weight.granularity,
         ):
+            return False
+        if self.dtype is not None and self.dtype != dtype_name(problem.activation.dtype):
             return False
         if self.fast_accum is not None and self.fast_accum != problem.use_fast_accum:
             return False
@@ -110,14 +115,14 @@ def parse(text: str) -> Table:
         raise ValueError(f"table has schema {data.get('schema')!r}, this version reads {SCHEMA}")
     entries = []
     for item in data["entries"]:
-        unknown = set(item) - {"activation", "weight", "m", "n", "k", "order", "fast_accum"}
+        unknown = set(item) - {field.name for field in fields(Entry)}
         if unknown:
             raise ValueError(f"table entry has an unknown field {sorted(unknown)[0]!r}")
         m, n, k = (MRange.parse(item.get(name, "0-")) for name in ("m", "n", "k"))
         entries.append(
             Entry(
                 item["activation"], item["weight"], m, n, k, tuple(item["order"]),
-                item.get("fast_accum"),
+                item.get("fast_accum"), item.get("dtype"),
             )
         )  # fmt: skip
     return Table(tuple(entries), str(data.get("provenance", "")))

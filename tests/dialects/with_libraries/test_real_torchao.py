@@ -18,6 +18,7 @@ from torchao.quantization import (  # noqa: E402
     Float8StaticActivationFloat8WeightConfig,
     Float8WeightOnlyConfig,
     Int8DynamicActivationInt8WeightConfig,
+    Int8StaticActivationInt8WeightConfig,
     PerRow,
     PerTensor,
     quantize_,
@@ -167,6 +168,23 @@ def test_int8_compiled(mapping: str) -> None:
         got = torch.compile(model, backend="fp8pass")(x)
     for a, b in zip(got, wanted, strict=True):
         assert (a.float() - b.float()).norm() < 0.02 * b.float().norm()
+
+
+@pytest.mark.parametrize("mapping", ["SYMMETRIC", "ASYMMETRIC"])
+def test_int8_static(mapping: str) -> None:
+    """One scale (and zero point) for each linear, in a tensor of its own."""
+    zero = torch.tensor([[3]], dtype=torch.int8) if mapping == "ASYMMETRIC" else None
+    config = Int8StaticActivationInt8WeightConfig(
+        act_quant_scale=torch.tensor([[0.05]]),
+        act_quant_zero_point=zero,
+        granularity=PerTensor(),
+        act_mapping_type=MappingType[mapping],
+    )
+    passed = Passed(captured(quantised(config, Block(bias=True)), values(5, 64)))
+    fused = [site.key for site in passed.record.sites if site.status == "fused"]
+    assert fused == ["int8/static/tensor" + ("" if zero is None else "/asym")] * 2
+    assert [site.status for site in passed.sites("scaled_mm")] == ["lowered"] * 3
+    assert [site.status for site in passed.sites("quantize")] == ["left"]
 
 
 def test_left_as_they_are() -> None:

@@ -1,0 +1,189 @@
+"""Makes weight-only products (W8A16) of products of two quantised operands, on request alone.
+
+    x ─ quantize ─ (q, s) ─ scaled_mm(q, w, s, sw)   ──►   x ─ w8a16_mm(x, w, sw)
+
+It changes numbers: the activations' rounding to fp8 is gone, so that the result is nearer to the
+model before it was quantised, and about 2.6 % (relative L2) away from what the graph computed. So
+it is made where ``force`` or ``prefer`` names a weight-only kernel, or ``w8a16`` for the best of
+them, and the report says of each site that it was. A target without an fp8 product changes nothing
+about that: there a product of codes is emulated, or keeps the operator it came with.
+
+It comes before fusing: a quantise that no other product reads is gone by then, and what made its
+input is no longer fused with it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import fx
+
+from fp8pass.errors import NoKernelError
+from fp8pass.lowerings.choice import FORCED, PREFERRED, Choice, choose, narrowed
+from fp8pass.lowerings.registry import WEIGHT_ONLY, find, weight_only_names
+from fp8pass.lowerings.site import problem_of, weight_only_problem
+from fp8pass.options import Options
+from fp8pass.patterns.rule import Fuel
+from fp8pass.reasons import YES, Verdict
+from fp8pass.selectors import parse_item
+from fp8pass.site_draft import Draft
+from fp8pass.spellings.before_quantise import Source, before_quantise, put_weight_only
+from fp8pass.spellings.reader import Reader
+from fp8pass.spellings.walk import is_call, tensor, val
+from fp8pass.spellings.weight_only import key_of
+from fp8pass.target import Target
+from fp8pass.workbench import Workbench
+
+#: The kernel of a weight-only product that stands for nodes which Inductor generates by itself.
+_INDUCTOR_OWN = "torch_w8a16"
+RULE = "w8a16"
+
+
+def _is_weight_only(name: str | None) -> bool:
+    return name == WEIGHT_ONLY or name in weight_only_names()
+
+
+def wants_weight_only(options: Options) -> bool:
+    """Whether the user asked for weight-only products in any way, at any site."""
+    items = (*options.forced, *options.prefer)
+    return any(_is_weight_only(parse_item(text).name) for text in items)
+
+
+def asks_here(options: Options) -> bool:
+    """The same of options that were :func:`fp8pass.lowerings.choice.narrowed` to one site."""
+    if options.force is not None:
+        return _is_weight_only(options.force)
+    return any(_is_weight_only(name) for name in options.prefer)
+
+
+def _chosen(draft: Draft, source: Source, target: Target, options: Options) -> Choice:
+    """The choice for the weight-only product that a product of codes would be."""
+    _, b, _, _, bias, out_dtype, _, weight_key = draft.node.args[:8]
+    a = val(draft.node.args[0])
+    like = torch.empty_strided(a.shape, a.stride(), dtype=source.dtype, device="meta")
+    problem = weight_only_problem(like, val(b), tensor(bias), out_dtype, str(weight_key))
+    return choose(target, replace(problem, device_type=a.device.type), options)
+
+
+def can_be_weight_only(draft: Draft, target: Target, options: Options) -> Verdict:
+    """Whether a weight-only kernel takes the place of a product of codes.
+
+    Raises:
+        NoKernelError: one was forced that cannot.
+    """
+    source = before_quantise(draft)
+    if isinstance(source, Verdict):
+        return source
+    choice = _chosen(draft, source, target, options)
+    return YES if choice.plan else choice.verdict
+
+
+def _comes_first(draft: Draft, target: Target, options: Options) -> bool:
+    """Whether no kernel for codes is preferred to the weight-only ones."""
+    if options.force is not None:
+        return True
+    before = []
+    for name in options.prefer:
+        if _is_weight_only(name):
+            break
+        before.append(name)
+    if not before:
+        return True
+    choice = choose(target, problem_of(draft, target), options)
+    return not any(kernel.name in before for _, kernel in choice.plan)
+
+
+def to_weight_only(
+    bench: Workbench, reader: Reader, target: Target, options: Options, fuel: Fuel
+) -> int:
+    """Rewrite every product that the user asked for and that can be; returns how many.
+
+    Raises:
+        NoKernelError: a weight-only kernel is forced, and a product cannot be made one.
+    """
+    made = 0
+    for node, draft in list(reader.drafts.items()):
+        if not is_call(node, torch.ops.fp8pass.scaled_mm.default):
+            continue
+        path = draft.where.partition(" ")[0]
+        here = narrowed(options, problem_of(draft, target), path)
+        if not asks_here(here):
+            continue
+        source = before_quantise(draft)
+        if isinstance(source, Verdict):
+            if here.force is not None:
+                raise NoKernelError(
+                    f"kernel {here.force!r} is forced but cannot take this site on "
+                    f"{target.spec}: {source.code}: {source.message}"
+                )
+            draft.note = f"no weight-only product: {source.message}"
+            continue
+        if not _comes_first(draft, target, here):
+            continue
+        choice = _chosen(draft, source, target, here)
+        if choice.why not in (FORCED, PREFERRED) or not fuel.take():
+            continue
+        product, new = put_weight_only(bench, draft, source)
+        draft.swaps.append(bench.swap(node, product))
+        del reader.drafts[node]
+        for producer in new:
+            reader._take_native(producer)
+        _take(reader, product, draft)
+        quantise = reader.drafts.get(source.made)
+        if quantise is not None:
+            quantise.weight_only = True
+        made += 1
+    return made
+
+
+def _take(reader: Reader, product: fx.Node, before: Draft) -> None:
+    """The draft of a weight-only product, which took the place of ``before``."""
+    draft = reader._draft(product, before.node, {"out": product}, "")
+    draft.key, draft.swaps, draft.weight_only = key_of(product), before.swaps, True
+    draft.root_name, draft.where, draft.source = before.root_name, before.where, before.source
+
+
+def forget_products(bench: Workbench, reader: Reader) -> None:
+    """Give the products back that were read only to be asked here: a later hook lowers them.
+
+    What was made weight-only stays, as if the model had emitted it.
+    """
+    for node, draft in list(reader.drafts.items()):
+        if draft.kind == "scaled_mm":
+            if not draft.weight_only:
+                bench.undo(draft.swaps)
+            del reader.drafts[node]
+    reader.unread = [entry for entry in reader.unread if entry[0] != "scaled_mm"]
+
+
+def removed(draft: Draft, live: set[fx.Node]) -> bool:
+    """Book a quantise whose readers all became weight-only products; whether it is one."""
+    if draft.kind != "quantize" or draft.node in live or not draft.weight_only:
+        return False
+    draft.status, draft.kernel, draft.rule = "lowered", WEIGHT_ONLY, RULE
+    draft.why = "removed: all that read its codes became weight-only products, as asked for"
+    return True
+
+
+def keeps_own_nodes(draft: Draft, choice: Choice) -> bool:
+    """Whether a site that was read from aten is what the kernel would be, as the model wrote it."""
+    kernel = choice.kernel
+    return kernel is find(_INDUCTOR_OWN) and draft.source == "aten" and not _act_key(draft.node)
+
+
+def _act_key(node: fx.Node) -> str:
+    if not is_call(node, torch.ops.fp8pass.w8a16_mm.default) or len(node.args) < 8:
+        return ""
+    return str(node.args[7])
+
+
+def rewritten_from(node: fx.Node) -> str:
+    """For the report: that a product of codes was made a weight-only one, as the user asked."""
+    key = _act_key(node)
+    if not key:
+        return ""
+    return (
+        f"W8A16 in place of W8A8 as asked for: its activations are no longer quantised ({key}), "
+        "which is more exact and about 2.6 % (relative L2) from the source's numbers"
+    )
