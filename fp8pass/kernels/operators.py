@@ -251,6 +251,50 @@ TRITON_BLOCK_MM = _product(
 )
 
 
+def _azp_reference(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    zero: torch.Tensor,
+    sums: torch.Tensor,
+) -> torch.Tensor:
+    """``((a @ b) - zero * sums) * scale_a * scale_b + bias``, exact before the scales."""
+    zero = zero if zero.numel() == 1 else zero.reshape(-1, 1)
+    total = torch.mm(a.to(torch.float64), b.to(torch.float64)).to(torch.int32)
+    value = (total - zero * sums.reshape(1, -1)).to(torch.float32) * scale_a * scale_b
+    if bias is not None:
+        value = value + bias.to(torch.float32)
+    return value.to(out_dtype)
+
+
+def _azp_inputs(generator: torch.Generator) -> Iterator[tuple[Any, ...]]:
+    for m, rows in ((3, True), (5, False), (1, True), (0, True)):
+        a, b = (
+            torch.randint(-128, 128, (size, 48), generator=generator).to(torch.int8)
+            for size in (m, 32)
+        )
+        scale_a = torch.rand((m, 1) if rows else (), generator=generator) + 0.01
+        scale_b = torch.rand(1, 32, generator=generator) + 0.01
+        shape = (m, 1) if rows else ()
+        zero = torch.randint(-128, 128, shape, generator=generator).to(torch.int32)
+        sums = b.sum(1, dtype=torch.int32)[None, :]
+        bias = torch.randn(32, generator=generator).to(torch.bfloat16)
+        yield a, b.t(), scale_a, scale_b, bias, torch.bfloat16, zero, sums
+
+
+#: vLLM's product of int8 codes with a zero point, and the sums of the weight's columns.
+VLLM_CUTLASS_SCALED_MM_AZP = _product(
+    "vllm_cutlass_scaled_mm_azp",
+    ", Tensor zero, Tensor sums",
+    _kernel("fp8pass.lowerings.vllm_int8", "run_operator"),
+    reference=_azp_reference,
+    inputs=_azp_inputs,
+)
+
+
 def _library_block(name: str, module: str, run: str) -> OpSpec:
     return _product(
         name,

@@ -308,6 +308,8 @@ def _plan(
         return part, winner, why
 
     plan = _joined([best(part, lambda kernel: True) for part in parts])
+    if len(plan) > 1 and problem.zero != "none":
+        plan = ()  # a plan has no operand for it
     if len(plan) > 1 and any(kernel.run is None for _, kernel, _ in plan):
         plan = _joined([best(part, lambda kernel: kernel.run is not None) for part in parts])
     if not plan:  # no kernel for some part by itself: one that takes them all

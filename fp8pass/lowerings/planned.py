@@ -70,7 +70,8 @@ def parse_plan(plan: str, keys: str = "") -> tuple[tuple[MRange, str, Run], ...]
 @lru_cache(maxsize=1024)
 def plan_is_for(plan: str, kind: str) -> bool:
     """Whether every kernel of a plan runs on devices of ``kind``."""
-    return all(kind in find(name).kinds for _, name, _ in parse_plan(plan))
+    names = [name for _, text, _ in parse_plan(plan) for name in text.split(OR)]
+    return all(name == REFERENCE or kind in find(name).kinds for name in names)
 
 
 def run_planned(

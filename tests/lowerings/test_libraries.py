@@ -17,7 +17,7 @@ from lowering_sites import operands, problem
 
 from fp8pass import target as targets
 from fp8pass.errors import UnsupportedError
-from fp8pass.lowerings import consider, deepgemm, external, find, flashinfer, vllm_block
+from fp8pass.lowerings import consider, deepgemm, external, find, flashinfer, vllm_block, vllm_int8
 from fp8pass.ops.linear import scaled_product
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.reasons import YES
@@ -96,6 +96,30 @@ def test_vllm_blocks(hopper: bool, out_dtype: Any, monkeypatch: pytest.MonkeyPat
             torch.testing.assert_close(out, exact(p, args), rtol=2**-7, atol=1e-5)
     rows = [m for m in ROWS if m]
     assert seen[::2] == [-(-m // 4) * 4 if hopper else m for m in rows]
+
+
+def azp(out: Any, a: Any, b: Any, sa: Any, sb: Any, adjustment: Any, zero: Any, bias: Any) -> None:
+    m, n = out.shape
+    assert adjustment.shape == (n,) and adjustment.dtype == torch.int32
+    assert zero is None or (zero.shape == (m,) and zero.dtype == torch.int32)
+    assert adjustment.is_contiguous() and (zero is None or zero.is_contiguous())
+    off = adjustment if zero is None else adjustment * zero[:, None]
+    total = (a.double() @ b.double()).to(torch.int32) - off
+    out.copy_(total.float() * sa * sb + (0 if bias is None else bias.float()))
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_vllm_zero_points(each: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm_int8, "vllm_operator", lambda name: azp)
+    p = problem("token", "channel", dtypes=(torch.int8, torch.int8))
+    for m in ROWS:
+        a, b, sa, sb = given(p, m)
+        zero = torch.arange(m, dtype=torch.int32)[:, None] - 9 if each else torch.tensor(-7)
+        sums = b.sum(0, keepdim=True, dtype=torch.int32)
+        out = vllm_int8.run_operator(a, b, sa, sb, None, BF16, zero.to(torch.int32), sums)
+        keys = "int8/dynamic/token/asym", "int8/static/channel"
+        wanted = scaled_product(a, b, sa, sb, None, BF16, *keys, "none,ab,int32", zero)
+        assert torch.equal(out, wanted)
 
 
 def test_vllm_is_not_loaded() -> None:

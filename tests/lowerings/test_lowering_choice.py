@@ -21,6 +21,7 @@ from fp8pass.lowerings import (
     register,
     unregister,
 )
+from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.options import Options
 from fp8pass.problem import MRange
 from fp8pass.reasons import CATALOGUE, YES
@@ -388,7 +389,10 @@ CONDITIONS = [
          (ROW, {"dtypes": INT8, "m": None, "bias": F16, "out_dtype": F16}))
         for pair, changes, code, words in (
             (BLOCKS, {}, "FP8-L003", ["group128x128"]),
-            (("token/asym", "channel"), {}, "FP8-L007", ["asym"]),
+            (ASYM, {**ZERO, "zero": "float32"}, "FP8-L007", ["float32 int32", "int32 int32"]),
+            (ASYM, {**ZERO, "zero": "int64", "zero_dtype": torch.int64}, "FP8-L007", ["int64"]),
+            (ASYM, {**ZERO, "k": 2**16 + 2**10}, "FP8-L017", ["overflow"]),
+            (("token", "channel/asym"), {}, "FP8-L007", ["asym"]),
             (ROW, {"dtypes": (F8, F8)}, "FP8-L007", ["e4m3fn"]),
             (ROW, {"k": 2**17}, "FP8-L017", ["overflow"]),
             (ROW, {"out_dtype": F32}, "FP8-L007", ["float32"]),
@@ -542,6 +546,17 @@ def test_what_was_not_run_on_hardware_is_not_in_front() -> None:
         target = Target.parse(every.format(number))
         p = problem(*pair, target=target, k=256, n=128, use_fast_accum=True)
         assert winner(choose(target, p, DEFAULTS)) == expected
+
+
+def test_a_zero_point_is_never_part_of_a_plan_of_several_ranges() -> None:
+    """The operator of a plan has no operand for it; and a kernel that takes it is found."""
+    target = Target.parse("sm90+vllm")
+    p = problem(*ASYM, target=target, m=None, **ZERO)  # type: ignore[arg-type]
+    for options in (DEFAULTS, Options(prefer=("vllm_cutlass_int8",)), Options(self_check=True)):
+        choice = choose(target, p, options)
+        assert len(choice.plan) == 1 and choice.plan[0][0] == p.m
+        assert checked_plan(target, p, choice, options) == ""
+    assert winner(choose(target, p, Options(prefer=("vllm_cutlass_int8",)))) == "vllm_cutlass_int8"
 
 
 def test_prefer_falls_back_and_says_so() -> None:

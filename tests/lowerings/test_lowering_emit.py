@@ -55,6 +55,7 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "vllm_cutlass": ("vllm_cutlass", "sm90+vllm", {"packed": False, "use_fast_accum": True}, ROW),
     "vllm_cutlass_block": ("vllm_cutlass_block", "sm90+vllm", {"k": 256, "n": 128}, BLOCKS),
     "vllm_cutlass_int8": ("vllm_cutlass_int8", "sm80+vllm", {"dtypes": INT8, "bias": BF16}, ROW),
+    "vllm_cutlass_int8_zero_point": ("vllm_cutlass_int8", "sm80+vllm", ZERO, ASYM),
     "deepgemm_block": (
         "deepgemm_block",
         "sm90+deepgemm",
@@ -228,7 +229,7 @@ def check_numbers(kernel: str, pair: tuple[str, str], bias: Any, out: Any, m: in
     + [("float32", F32), ("codes", F32)],
     ids=str,
 )
-@pytest.mark.parametrize("kernel", ["torch_int8", "torch_dequant"])
+@pytest.mark.parametrize("kernel", ["torch_int8", "torch_dequant", "vllm_cutlass_int8"])
 def test_zero_points(kernel: str, how: str, dtype: torch.dtype, m: int) -> None:
     """Every way to take one off, where the kernel takes it, against the generic operator."""
     target = Target.parse("sm80")

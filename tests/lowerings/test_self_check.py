@@ -14,7 +14,7 @@ from lowering_sites import operands, problem
 import fp8pass
 from fp8pass.errors import OptionError, UnsupportedError
 from fp8pass.lowerings import Kernel, choose, find, register, unregister
-from fp8pass.lowerings.planned import parse_plan, run_planned
+from fp8pass.lowerings.planned import parse_plan, plan_is_for, run_planned
 from fp8pass.lowerings.self_check import checked_plan, disabled, forget
 from fp8pass.ops.linear import scaled_product
 from fp8pass.options import Options
@@ -120,7 +120,7 @@ def plan_of(target: str, *pair: str, m: int | None = None, **options: Any) -> st
 def test_a_plan_names_what_runs_instead() -> None:
     every = "sm90+vllm+deepgemm+flashinfer"
     prefer = ("deepgemm_block",)
-    assert plan_of(every, *BLOCKS, prefer=prefer) == "0-=deepgemm_block|torch_block"
+    assert plan_of(every, *BLOCKS, prefer=prefer) == "0-=deepgemm_block|triton_block"
     prefer = ("vllm_cutlass_block",)
     off = ("torch_block",)
     plan = plan_of(every, *BLOCKS, m=7, prefer=prefer, disable=off)
@@ -129,9 +129,21 @@ def test_a_plan_names_what_runs_instead() -> None:
     plan = plan_of(every, *BLOCKS, prefer=prefer, disable=off)
     assert plan == "0-=vllm_cutlass_block|reference"
     assert (
-        plan_of(every, *BLOCKS, m=7, force="flashinfer_block") == "7=flashinfer_block|torch_block"
+        plan_of(every, *BLOCKS, m=7, force="flashinfer_block") == "7=flashinfer_block|triton_block"
     )
     parse_plan(plan)
+
+
+def test_a_checked_plan_is_for_the_devices_of_all_its_kernels() -> None:
+    """A graph for an absent device is interpreted by the reference."""
+    for plan, on_cpu in (
+        ("0-=deepgemm_block|triton_block", False),
+        ("0-=vllm_cutlass|reference", False),
+        ("0-=torch_row|reference", True),
+        ("0-=torch_row|triton_skinny", False),
+    ):
+        assert plan_is_for(plan, "cpu") is on_cpu
+        assert plan_is_for(plan, "cuda")
 
 
 def test_only_what_is_a_librarys_is_checked() -> None:
@@ -286,7 +298,8 @@ def test_through_the_pass(make: Make) -> None:
     planned = torch.ops.fp8pass.scaled_mm_planned.default
     (node,) = passed.after.graph.find_nodes(op="call_function", target=planned)
     assert node.args[7].startswith("16=lib|") and node.args[8] == KEYS
-    assert torch.equal(passed.after(*args)[0], fn(*args))
+    torch.testing.assert_close(passed.after(*args)[0], fn(*args), rtol=2**-7, atol=1e-5)
+    assert set(disabled()) == {"lib"}
     without = Passed(trace(fn, *args))
     assert not without.after.graph.find_nodes(op="call_function", target=planned)
 

@@ -37,7 +37,7 @@ def layout(value: torch.Tensor) -> tuple[Any, ...]:
 def row_positions(args: Args) -> list[int]:
     """Positions of the tensors whose first dim is the rows."""
     if args[0].dtype.itemsize == 1:  # a product: its operand b and that scale have none
-        tensors = [i for i in (0, 2, 11) if i < len(args) and isinstance(args[i], torch.Tensor)]
+        tensors = [i for i in (0, 2, 6, 11) if i < len(args) and isinstance(args[i], torch.Tensor)]
         return [i for i in tensors if args[i].dim() == 2 and args[i].shape[0] == args[0].shape[0]]
     if isinstance(args[1], torch.Tensor) and args[1].dtype.itemsize == 1:  # a weight-only product
         return [0]
