@@ -18,7 +18,7 @@ import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.errors import OptionError
 from fp8pass.lowerings.choice import Choice
 from fp8pass.lowerings.emit import call
-from fp8pass.lowerings.registry import EmitSite, Run, find
+from fp8pass.lowerings.registry import EmitSite, Run, find, kernel_names
 from fp8pass.lowerings.self_check import OR, REFERENCE, Checked
 from fp8pass.problem import MRange
 
@@ -69,8 +69,9 @@ def parse_plan(plan: str, keys: str = "") -> tuple[tuple[MRange, str, Run], ...]
 
 @lru_cache(maxsize=1024)
 def plan_is_for(plan: str, kind: str) -> bool:
-    """Whether every kernel of a plan runs on devices of ``kind``."""
-    return all(kind in find(name).kinds for _, name, _ in parse_plan(plan))
+    """Whether every kernel of a plan, those behind ``|`` included, runs on devices of ``kind``."""
+    names = {name for _, text, _ in parse_plan(plan) for name in text.split("|")}
+    return all(kind in find(name).kinds for name in names if name in kernel_names())
 
 
 def run_planned(
