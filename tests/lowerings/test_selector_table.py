@@ -53,6 +53,8 @@ PLAIN = frozenset(
         "vllm_cutlass", "vllm_skinny", "aiter_row", "aiter_int8", "aiter_block", "aiter_shuffled",
     )
 )  # fmt: skip
+#: Of these, those that also take a zero point of the activations.
+WITH_ZERO_POINT = frozenset(("torch_dequant", "torch_int8", "torch_int8_cpu"))
 WITHOUT_BIAS = frozenset(("torch_block", "aiter_block", "aiter_shuffled"))
 #: What a kernel's name may hold on a target without FP8 products: no fp8 is multiplied by fp8.
 NOT_NATIVE = ("dequant", "w8a16", "woq", "marlin")
@@ -103,8 +105,10 @@ def check_rules(
         assert not chosen and choice.verdict.code == "FP8-L012"
         assert {r.verdict.code for r in choice.rejected} == {"FP8-L061"}
         return
-    if "ue8m0" in label or "azp" in label:
-        assert not chosen & PLAIN, "scales or zero points that it does not read"
+    if "ue8m0" in label:
+        assert not chosen & PLAIN, "scales that it does not read"
+    if "azp" in label:
+        assert not chosen & (PLAIN - WITH_ZERO_POINT), "zero points that it does not read"
     if p.bias is not None:
         assert not chosen & WITHOUT_BIAS
         if target.library_version("vllm") is None:
