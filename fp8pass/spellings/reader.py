@@ -20,7 +20,6 @@ import torch
 from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
-from fp8pass.ops.library import generic
 from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
@@ -34,6 +33,7 @@ from fp8pass.spellings.library_ops import (
     match_library_op,
 )
 from fp8pass.spellings.linear import is_scaled_mm, match_product
+from fp8pass.spellings.look_through import GENERIC, PRODUCERS, look_through, mixed_rows
 from fp8pass.spellings.put_layout import put_layouts
 from fp8pass.spellings.put_product import put_dequantised, put_weight_only
 from fp8pass.spellings.put_zero_point import given_pair, put_pair
@@ -41,13 +41,10 @@ from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cas
 from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
 from fp8pass.spellings.scale import stored_e8m0
 from fp8pass.spellings.walk import (
-    VIEWS,
     aten,
     is_call,
-    item,
     peel_views,
     same,
-    tensor,
     val,
     where,
 )
@@ -55,10 +52,6 @@ from fp8pass.spellings.weight_only import WeightOnlyMatch, key_of
 from fp8pass.workbench import Swap, Workbench
 
 _ops = torch.ops.fp8pass
-
-#: the operators that stand for something read
-GENERIC = generic()
-_PRODUCERS = frozenset(op for op, spec in GENERIC.items() if spec.kind in ("norm", "activation"))
 
 
 def anchors(graph: fx.Graph) -> list[fx.Node]:
@@ -108,7 +101,7 @@ class Reader:
         for node in list(self.bench.graph.nodes):
             if node.op != "call_function":
                 continue
-            if node.target in _PRODUCERS:
+            if node.target in PRODUCERS:
                 self._take_native(node)
                 continue
             for spelling in spellings_at(node):
@@ -356,7 +349,7 @@ class Reader:
         found = replace(found, x=now(found.x, found.x))
         if found.form.static:
             found = replace(found, scale=now(found.scale, found.scale))
-        base, views = _look_through(found)
+        base, views = look_through(found)
         form = str(found.form)
         scale = found.scale if found.form.static else None
         if scale is not None and found.zero is not None:
@@ -379,7 +372,7 @@ class Reader:
         draft = self._draft(node, found.root, {"q": q, "scale": scale_out}, form)
         draft.key = found.form.key
         draft.match = found
-        mixed = _mixed_rows(found) if base is found.x else None
+        mixed = mixed_rows(found) if base is found.x else None
         if mixed is not None:
             draft.refuse("", mixed)
         split, group = found.split, found.form.group
@@ -485,50 +478,3 @@ class Reader:
             with bench.graph.inserting_after(new):
                 new = bench.call(aten.reshape.default, (new, list(before.shape)), old, before)
         return bench.swap(old, new)
-
-
-def _look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:
-    """The producer that a quantise reads through reshapes, and these reshapes, outermost first.
-
-    Only reshapes that keep the last dim, only to a producer that was read, and only where nothing
-    is lost by reshaping codes and scale instead; otherwise ``(x, [])``.
-    """
-    own = [] if found.split is None else [found.split]
-    views: list[fx.Node] = []
-    node = found.x
-    while is_call(node, *VIEWS) and isinstance(node.args[0], fx.Node):
-        before, after = tensor(node.args[0]), tensor(node)
-        if before is None or after is None or before.dim() == 0 or after.dim() == 0:
-            return found.x, own
-        if found.form.granularity != "tensor" and not same(before.shape[-1], after.shape[-1]):
-            return found.x, own
-        if node.target in (aten.unsqueeze.default, aten.squeeze.dim):
-            dim = node.args[1]
-            rank = max(before.dim(), after.dim())
-            if not isinstance(dim, int) or dim % rank == rank - 1:
-                return found.x, own
-        elif not isinstance(node.args[1], (list, tuple)) or not node.args[1]:
-            return found.x, own
-        views.append(node)
-        node = node.args[0]
-    return (node, own + views) if _producer_of(node) is not None else (found.x, own)
-
-
-def _producer_of(node: Any) -> fx.Node | None:
-    """The generic producer whose normalised or activated value ``node`` is."""
-    made = node if is_call(node, *_PRODUCERS) else item(node, 0)
-    return made if is_call(made, *_PRODUCERS) else None
-
-
-def _mixed_rows(found: QuantMatch) -> Verdict | None:
-    """FP8-F008 if a reshape keeps a per-token quantise from the producer of its rows."""
-    source = peel_views(found.x)
-    producer = _producer_of(source)
-    if found.form.granularity != "token" or source is found.x or producer is None:
-        return None
-    return no(
-        "FP8-F008",
-        before=tuple(val(source).shape),
-        after=tuple(val(found.x).shape),
-        what=GENERIC[producer.target].what,
-    )
