@@ -18,7 +18,7 @@ import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.errors import OptionError
 from fp8pass.lowerings.choice import Choice
 from fp8pass.lowerings.emit import call
-from fp8pass.lowerings.registry import EmitSite, Run, find, kernel_names
+from fp8pass.lowerings.registry import EmitSite, Run, find
 from fp8pass.lowerings.self_check import OR, REFERENCE, Checked
 from fp8pass.problem import MRange
 
