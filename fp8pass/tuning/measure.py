@@ -27,7 +27,7 @@ from fp8pass.tuning.timing import COLD_BYTES, COLD_BYTES_HOST, interleaved, sets
 log = logging.getLogger("fp8pass")
 
 #: Numbers of rows that stand for the range up to them, where M is symbolic; the last for all more.
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 4096, 16384)
+ROWS = (1, 4, 16, 17, 32, 64, 128, 256, 512, 1024, 4096, 16384)
 #: On a host, where a product of more rows takes seconds.
 ROWS_HOST = (1, 4, 16, 64, 256, 1024)
 #: How it is done, in words and numbers, kept beside the results.

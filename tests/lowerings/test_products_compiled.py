@@ -149,12 +149,12 @@ def test_expanded_scale() -> None:
     check_native(scales(1, 1).expand(16, 1), scales(1, 48), "token", "channel")
 
 
-def test_a_weight_only_product_is_left_with_a_reason() -> None:
+def test_a_weight_only_product_keeps_the_nodes_of_the_model() -> None:
     def fn(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
         return torch.nn.functional.linear(x, w.to(BF16) * s.to(BF16))
 
     given = values(5, 32), codes(48, 32), scales(48, 1)
     passed = Passed(trace(fn, *given))
     (site,) = passed.sites("scaled_mm")
-    assert (site.status, site.code) == ("left", "FP8-R005")
+    assert (site.status, site.kernel) == ("lowered", "torch_w8a16")
     assert str(passed.after.graph) == str(passed.before.graph)
