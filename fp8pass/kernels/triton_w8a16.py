@@ -108,7 +108,8 @@ def _product_kernel(
             factor = tl.load(places + block, mask=columns < n, other=0.0)
         if HARDWARE:
             if E5M2:
-                y = codes.to(tl.float8e5, bitcast=True).to(DTYPE)
+                # by way of float16: the cast to bfloat16 makes finite numbers of inf and NaN
+                y = codes.to(tl.float8e5, bitcast=True).to(tl.float16).to(DTYPE)
             else:
                 y = codes.to(tl.float8e4nv, bitcast=True).to(DTYPE)
         else:

@@ -28,7 +28,7 @@ def check(kernel: str, keys: tuple[str, str], exact: torch.Tensor, *given: torch
     torch._dynamo.reset()
     with torch.no_grad():
         out = torch.compile(
-            fn, backend=fp8pass.fp8pass_backend, dynamic=False, options={"force": kernel}
+            fn, backend=fp8pass.fp8pass_backend, dynamic=False, options={"fp8pass.force": kernel}
         )(*given)
     (site,) = reports()[-1].select("scaled_mm")
     assert (site.status, site.kernel) == ("lowered", kernel)
