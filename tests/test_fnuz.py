@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import pickle
 import subprocess
 import sys
@@ -194,7 +195,10 @@ with torch.no_grad():
 """
     for argument in ([], ["load"]):
         done = subprocess.run(
-            [sys.executable, "-c", program, *argument], capture_output=True, text=True
+            [sys.executable, "-c", program, *argument],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parent)},
         )
         assert done.returncode == 0, done.stderr
 

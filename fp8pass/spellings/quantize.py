@@ -326,7 +326,7 @@ def _read(root: fx.Node) -> QuantMatch | str:
             made = _dequant_of(made)
             if made is None:
                 return "its scale is an inverse one whose reciprocal nothing computes"
-        return QuantMatch(root, x, made, form, split, codes_split, known.scale_ub)
+        return QuantMatch(root, x, made, form, split, codes_split, scale_ub=known.scale_ub)
     if how == "mul_inverse":
         return "it is multiplied by an inverse scale of another tensor"
     if one_element(shape_value):

@@ -104,8 +104,8 @@ CASES: dict[str, tuple[Fn, Any, bool]] = {
         MORE_QUANTS["eps_added"][0],
         True,
     ),
-    "bound_by_a_tensor": (
-        token(lambda a: torch.minimum(a, a.mean()) / 448),
+    "bound_of_each_row": (
+        token(lambda a: torch.minimum(a, a.mean(-1, keepdim=True)) / 448),
         MORE_QUANTS["upper_bound"][0],
         True,
     ),

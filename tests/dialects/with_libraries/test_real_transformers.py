@@ -36,8 +36,9 @@ def test_fbgemm(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
         "float8_e4m3fn/dynamic/token x float8_e4m3fn/static/channel"
     }
     left = [site for site in sites if site.kind == "quantize"]
-    assert {site.code for site in left} == {"FP8-R010"}
-    assert all("scale_ub is a tensor" in site.message for site in left)
+    # of a norm, and of what no rule fuses
+    assert {site.code for site in left} <= {"FP8-F030", "FP8-F002", "FP8-R010"}
+    assert "FP8-F030" in {site.code for site in left}
 
 
 @pytest.mark.parametrize("block_size", [(128, 128), None], ids=str)
