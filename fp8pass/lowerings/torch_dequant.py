@@ -105,7 +105,7 @@ TORCH_DEQUANT = register(
         can_implement=_takes_dequant,
         priority=lambda target, problem: 200,
         emit=_emit_dequant,
-        provenance="tested on x86-avx2; GPUs not run on hardware",
+        provenance="tested on x86-avx2 and sm90; others not run on hardware",
     )
 )
 

@@ -224,7 +224,7 @@ TRITON_BLOCK = register(
         can_implement=_takes_block,
         priority=lambda target, problem: 45,
         emit=_emit_block,
-        provenance="not run on hardware (compiled for sm89, sm90, sm100, sm120)",
+        provenance="tested on sm90; others compiled (sm89, sm100, sm120), not run on hardware",
         run=_run_block,
     )
 )
@@ -253,7 +253,7 @@ TRITON_INT8 = register(
         can_implement=_takes_int8,
         priority=lambda target, problem: 45,
         emit=partial(_emit, kind=INT8),
-        provenance="not run on hardware (compiled for sm80, sm86, sm89, sm90, sm100, sm120)",
+        provenance="tested on sm90; others compiled (sm80, sm86, sm89, ...), not run on hardware",
         run=partial(_run, kind=INT8),
     )
 )

@@ -113,7 +113,7 @@ TORCH_W8A16 = register(
         can_implement=_takes_torch,
         priority=lambda target, problem: 60,
         emit=_emit_torch,
-        provenance="tested on x86-avx2; GPUs not run on hardware",
+        provenance="tested on x86-avx2 and sm90; others not run on hardware",
         weight_only=True,
     )
 )
@@ -170,7 +170,7 @@ TRITON_W8A16 = register(
         # where a copy made wide is one byte read, two written and two read again
         priority=lambda target, problem: 70,
         emit=_emit_triton,
-        provenance="tested in Triton's interpreter; not run on hardware",
+        provenance="tested on sm90 and in Triton's interpreter; others not run on hardware",
         weight_only=True,
     )
 )
