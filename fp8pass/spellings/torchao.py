@@ -44,8 +44,8 @@ _TORCHAO = "torchao 0.18"
 def _blockwise(node: fx.Node, given: Arguments) -> str:
     size = given.get("block_size", 128)
     return (
-        f"it multiplies with one scale for each 1x{size} block of its activation, which no kernel "
-        "of fp8pass takes"
+        f"it multiplies with one scale for each 1x{size} block of its activation in an operator of "
+        "torchao's, which is not read"
     )
 
 

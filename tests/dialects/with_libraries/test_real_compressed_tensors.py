@@ -98,3 +98,17 @@ def test_fake_quantisation_is_left(kind: str, symmetric: bool, strategy: str) ->
     report = fp8pass.explain(model, values(5, 64))
     statuses = {site.status for graph in report.graphs for site in graph.sites}
     assert statuses <= {"left"}
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_for_an_absent_gpu(bias: bool) -> None:
+    """As on a CPU: every product lowered, norm and activation fused, with the GPU's kernels."""
+    model = quantised(Block(512, 1024, bias=bias), bias)
+    report = fp8pass.graphs_for(model, values(5, 512), target="sm90").report
+    products = report.select("scaled_mm")
+    assert [site.status for site in products] == ["lowered"] * 3, [s.message for s in products]
+    assert {site.kernel for site in products} == {"triton_skinny"}
+    fused = [site for site in report.sites if site.status == "fused"]
+    assert [(site.kind, site.kernel) for site in fused] == [
+        ("norm", "triton"), ("activation", "triton"),
+    ]  # fmt: skip
