@@ -470,3 +470,30 @@ def test_compiled() -> None:
 def test_unquantised_activations_are_no_key_of_codes() -> None:
     assert site("cpu")[1].weight_only and not problem().weight_only
     assert unquantised(BF16).dtype not in FP8_DTYPES
+
+
+class TwoLinears(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = torch.nn.Linear(64, 96, bias=False, dtype=BF16)
+        self.down_proj = torch.nn.Linear(96, 64, bias=False, dtype=BF16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down_proj(self.up_proj(x))
+        return y
+
+
+@pytest.mark.parametrize("option", ["force", "prefer"])
+@pytest.mark.parametrize("value", ["down_proj=w8a16", "down_proj=torch_w8a16"])
+def test_asked_for_at_some_sites_alone(option: str, value: str) -> None:
+    """The other product keeps its quantised activations."""
+    torch.manual_seed(0)
+    model = TwoLinears().eval()
+    fp8pass.quantize_(model, "dynamic")
+    x = values(5, 64)
+    report = fp8pass.explain(model, x, **{option: value})
+    kernels = {site.where.split()[0]: site.kernel for site in report.select("scaled_mm")}
+    assert kernels["down_proj"] == "torch_w8a16"
+    assert kernels["up_proj"] not in (*weight_only_names(), "")
+    statuses = sorted(site.status for site in report.select("quantize"))
+    assert statuses == ["left", "lowered"]  # one left to Inductor, one gone with its product
