@@ -145,13 +145,13 @@ class Run:
         if stage != "post":
 
             def takes(draft: Draft) -> Verdict:
-                if wants_weight_only(self.options):
-                    here = narrowed(self.options, problem_of(draft, target), _path(draft))
-                    if asks_here(here):
-                        verdict = can_be_weight_only(draft, target, here)
-                        if verdict or here.force is not None:
-                            return fuel.take() if verdict else verdict
-                choice = choose(target, problem_of(draft, target), self.options, _path(draft))
+                problem = problem_of(draft, target)
+                here = narrowed(self.options, problem, draft.path)
+                if asks_here(here):
+                    verdict = can_be_weight_only(draft, target, here)
+                    if verdict or here.force is not None:
+                        return fuel.take() if verdict else verdict
+                choice = choose(target, problem, here)
                 return fuel.take() if choice.plan else choice.verdict
 
             self.rewrites += reader.split_linears(takes)
@@ -202,8 +202,9 @@ class Run:
     def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
         problem = problem_of(draft, target)
         session.lowered(problem)
-        session.ensure(target, problem, self.options)
-        choice = choose(target, problem, self.options, _path(draft))
+        options = narrowed(self.options, problem, draft.path)
+        session.ensure(target, problem, options)
+        choice = choose(target, problem, options)
         if choice.note:
             session.tell_once(choice.note)
         draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
@@ -220,9 +221,7 @@ class Run:
         site = emit_site(draft, problem, target, self.options.numerics)
         own_nodes = problem.weight_only and bool(draft.swaps) and keeps_own_nodes(draft, choice)
         with bench.graph.inserting_before(node):
-            checked = (
-                () if problem.weight_only else checked_plan(target, problem, choice, self.options)
-            )
+            checked = checked_plan(target, problem, choice, options)
             if own_nodes:  # the model wrote what the kernel would be
                 result = node
             elif checked:
@@ -243,11 +242,6 @@ class Run:
         words = (choice.why, choice.note, draft.note, rewritten_from(node))
         draft.why = "; ".join(word for word in words if word)
         self.rewrites += 1
-
-
-def _path(draft: Draft) -> str:
-    """The path of the site's module, as far as it is known."""
-    return draft.where.partition(" ")[0]
 
 
 def _count_readers(draft: Draft, live: set[fx.Node]) -> None:

@@ -55,6 +55,11 @@ class Draft:
     weight_only: bool = False
     note: str = ""
 
+    @property
+    def path(self) -> str:
+        """The path of the site's module, as far as it is known."""
+        return self.where.partition(" ")[0]
+
     def refuse(self, rule: str, verdict: Verdict) -> None:
         """Note the nearest rule and the first condition that failed; the first refusal stays."""
         if self.verdict is None:

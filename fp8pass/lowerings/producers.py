@@ -140,7 +140,7 @@ def choose_producer(
             verdicts[kernel.name] = no("FP8-L002", kernel=kernel.name)
         else:
             verdict = consider_producer(kernel, target, problem)
-            wanted = options.numerics == "fast" or kernel.name in options.prefer
+            wanted = options.numerics == "fast" or kernel.name in prefer
             if verdict and kernel.inexact and not wanted:
                 verdict = no("FP8-L063", kernel=kernel.name, why=kernel.inexact)
             verdicts[kernel.name] = verdict
@@ -208,8 +208,7 @@ def lower_producer(bench: Workbench, draft: Draft, target: Target, options: Opti
     is written out.
     """
     node = fused_node(draft)
-    path = draft.where.partition(" ")[0]
-    choice = choose_producer(target, problem_of_producer(node), options, path)
+    choice = choose_producer(target, problem_of_producer(node), options, draft.path)
     draft.rejected = list(choice.rejected)
     draft.why = choice.why
     if choice.kernel is not None:

@@ -57,8 +57,8 @@ def forget() -> None:
 
 def checked_plan(target: Target, problem: ScaledMMProblem, choice: Choice, options: Options) -> str:
     """The plan of ``choice`` with what runs where a library's kernel fails; ``""`` if no kernel of
-    it is a library's, or ``self_check`` is off."""
-    if problem.zero != "none":  # a plan has no operand for it
+    it is a library's, or ``self_check`` is off. The options are those of the site."""
+    if problem.zero != "none" or problem.weight_only:  # a plan has no operands for these
         return ""
     if not options.self_check or not any(k.library and k.run for _, k in choice.plan):
         return ""

@@ -106,8 +106,7 @@ def to_weight_only(
     for node, draft in list(reader.drafts.items()):
         if not is_call(node, torch.ops.fp8pass.scaled_mm.default):
             continue
-        path = draft.where.partition(" ")[0]
-        here = narrowed(options, problem_of(draft, target), path)
+        here = narrowed(options, problem_of(draft, target), draft.path)
         if not asks_here(here):
             continue
         source = before_quantise(draft)

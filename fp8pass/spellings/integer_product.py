@@ -172,15 +172,8 @@ def read_integers(product: fx.Node) -> IntegerProduct | str:
         if made not in _WHOLE:
             return f"{_ONLY}: what is taken off it at {taken[0].name} is {dtype_of(taken[1])}"
         zero = _correction(taken[1], b, value, (torch.int32, torch.int64))
-        if (
-            zero is None
-            or dtype_of(taken[1]) != made
-            or dtype_of(zero)
-            not in (
-                torch.int8,
-                *_WHOLE,
-            )
-        ):
+        whole = (torch.int8, *_WHOLE)
+        if zero is None or dtype_of(taken[1]) != made or dtype_of(zero) not in whole:
             return f"{_ONLY}: what is taken off it at {taken[0].name} {_NOT_ZERO}"
         at, how = taken[0], "int32" if made == torch.int32 else "int64"
     after = only_user(at)

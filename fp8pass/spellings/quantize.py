@@ -114,7 +114,7 @@ def is_quantise_cast(node: Any) -> bool:
 _CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
 
 
-def _clamped(node: Any) -> tuple[Any, float, float] | None:
+def clamped(node: Any) -> tuple[Any, float, float] | None:
     """``(inner, lo, hi)`` of a clamp in any order; inner None if there is no full clamp."""
     if is_call(node, aten.clamp.default):
         lo, hi = (scalar(argument(node, i, name)) for i, name in ((1, "min"), (2, "max")))
@@ -130,16 +130,16 @@ def _clamped(node: Any) -> tuple[Any, float, float] | None:
     return None
 
 
-def _unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
+def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
     """The value that a saturating cast quantises, with its bounds."""
     inner: Any = peel_views(cast.args[0])
     if dtype_of(cast) == torch.int8:
         return _unrounded(inner)
-    found = _clamped(inner)
+    found = clamped(inner)
     if found is None and cast_to(inner) in (torch.bfloat16, torch.float16):
         # a clamp on a narrow dtype is written up-cast, clamp, down-cast; the down-cast is exact
         # because the clamp's input and its bounds have the narrow dtype's precision
-        found = _clamped(inner.args[0])
+        found = clamped(inner.args[0])
         if found is not None:
             value = peel_widening(found[0])
             if dtype_of(value) != cast_to(inner):
@@ -149,16 +149,16 @@ def _unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
 
 
 def _unrounded(node: Any) -> tuple[Any, float, float] | None:
-    """:func:`_unclamped` for int8: rounded and clamped, in either order.
+    """:func:`unclamped` for int8: rounded and clamped, in either order.
 
     With whole bounds the order makes no difference, since rounding is monotone.
     """
     if is_call(node, *ROUND):
-        found = _clamped(peel_views(node.args[0]))
+        found = clamped(peel_views(node.args[0]))
         if found is None or found[1] % 1 or found[2] % 1:
             return None
         return found
-    found = _clamped(node)
+    found = clamped(node)
     inner = None if found is None else _without_zeros(peel_views(found[0]))
     if found is None or not is_call(inner, *ROUND):
         return None
@@ -171,7 +171,7 @@ def _without_zeros(node: Any) -> Any:
     return node if found is None else peel_views(found[1])
 
 
-def _applied(node: Any) -> tuple[fx.Node, fx.Node, str] | None:
+def applied(node: Any) -> tuple[fx.Node, fx.Node, str] | None:
     """``(x, scale, apply form)`` for ``x / scale``, ``x * (1 / scale)`` or ``x * r``."""
     if is_call(node, aten.div.Tensor) and len(node.args) == 2 and not node.kwargs:
         x, scale = node.args
@@ -221,7 +221,7 @@ def _split_of(x: Any) -> tuple[fx.Node, int] | None:
     return base, size
 
 
-def _depends(scale: fx.Node, x: fx.Node) -> bool:
+def depends(scale: fx.Node, x: fx.Node) -> bool:
     """Whether ``scale`` is (or may be) computed from ``x``."""
     seen, stack = {scale}, [scale]
     while stack:
@@ -239,7 +239,7 @@ def _depends(scale: fx.Node, x: fx.Node) -> bool:
     return False
 
 
-def _rows_of(scale: torch.Tensor, value: torch.Tensor) -> bool:
+def rows_of(scale: torch.Tensor, value: torch.Tensor) -> bool:
     """Whether ``scale [..., 1]`` has one number for each row of ``value``."""
     return (
         scale.dim() == value.dim()
@@ -260,7 +260,7 @@ def _read(root: fx.Node) -> QuantMatch | str:
     """The quantise that ends in the cast ``root``, or why it is not one."""
     dtype = cast_to(root)
     assert dtype is not None
-    clamp = _unclamped(root)
+    clamp = unclamped(root)
     if clamp is None and dtype == torch.int8:
         return (
             "the number is not x / scale, rounded and clamped, with or without a zero point added"
@@ -269,13 +269,13 @@ def _read(root: fx.Node) -> QuantMatch | str:
         return "there is no clamp before it, so an overflow differs between versions of torch"
     quotient, lo, hi = clamp
     quotient = peel_views(quotient)
-    applied = _applied(quotient)
-    if applied is None:
+    division = applied(quotient)
+    if division is None:
         return (
             "the clamped value is neither x / scale nor x * (1 / scale), nor x times the inverse "
             "of a scale that is computed from x"
         )
-    scaled, used, how = applied
+    scaled, used, how = division
     shaped = used.view if isinstance(used, _Viewed) else used
     scale = used.scale if isinstance(used, _Viewed) else used
     compute = dtype_of(quotient)
@@ -313,7 +313,7 @@ def _read(root: fx.Node) -> QuantMatch | str:
             return f"a dynamic quantise that divides in {compute}"
         if known.granularity == "token":
             over = tensor(known.over)
-            if over is None or not same_shape(over, value) or not _rows_of(shape_value, value):
+            if over is None or not same_shape(over, value) or not rows_of(shape_value, value):
                 return "its per-token scale is reshaped before it is used"
         elif not one_element(shape_value):
             return "its scale is not one number"
@@ -332,9 +332,9 @@ def _read(root: fx.Node) -> QuantMatch | str:
     if one_element(shape_value):
         form = QuantForm(dtype, "tensor", compute, "given", hi, "none", 0.0, how, lo, hi)
         return QuantMatch(root, x, shaped if how == "div" else scale, form, split, codes_split)
-    if not _rows_of(shape_value, value) or compute != torch.float32:
+    if not rows_of(shape_value, value) or compute != torch.float32:
         return f"its scale of shape {tuple(shape_value.shape)} is not computed in a known way"
-    if _depends(scale, peel(x)):
+    if depends(scale, peel(x)):
         return f"its scale of shape {tuple(shape_value.shape)} is not computed in a known way"
     wanted = tensor(x) if split is not None else value
     form = QuantForm(dtype, granularity, compute, "given", hi, "none", 0.0, how, lo, hi)
@@ -401,18 +401,9 @@ def _dequant_of(factor: Any) -> fx.Node | None:
     return None
 
 
-def unclamped(cast: fx.Node) -> tuple[Any, float, float] | None:
-    """``(value, lo, hi)``: what a saturating cast quantises, with its bounds (for dialects)."""
-    return _unclamped(cast)
-
-
-# What the reader of zero points (:mod:`fp8pass.spellings.zero_point`) reads with.
-applied, clamped, depends, rows_of = _applied, _clamped, _depends, _rows_of
-
-
 def divided(node: Any) -> tuple[fx.Node, fx.Node] | None:
     """``(x, scale)`` for ``x / scale``."""
-    found = _applied(node)
+    found = applied(node)
     return found[:2] if found is not None and found[2] == "div" else None
 
 

@@ -107,7 +107,7 @@ def _clamp_in(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
     return found
 
 
-def _clamps(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
+def clamps_on(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
     """``(inner, lo, hi)`` of all clamps on top of ``node``; None if their order would matter."""
     lo, hi = -math.inf, math.inf
     while True:
@@ -140,7 +140,7 @@ def _least(node: Any) -> tuple[Any, Any] | None:
 def _of_maximum(node: Any) -> bool:
     """Whether ``node`` is made from a reduction by what a scale is made by."""
     for _ in range(16):
-        if is_call(node, *_MAX):
+        if is_call(node, *MAXIMA):
             return True
         if item(node, 0) is None and not is_call(node, *_STEPS):
             return False
@@ -173,7 +173,7 @@ def _tensor_bound(node: Any, dtype: torch.dtype) -> tuple[Any, fx.Node | None]:
     return (inner, upper) if same_shape(before, after) else (node, None)
 
 
-def _added(node: Any, dtype: torch.dtype) -> tuple[Any, float] | None:
+def plus_number(node: Any, dtype: torch.dtype) -> tuple[Any, float] | None:
     """``(inner, number)`` of ``inner + number`` with a positive number."""
     found = commuted(node, ADD, scalar)
     if found is None or found[0] <= 0 or dtype_of(node) != dtype or dtype_of(found[1]) != dtype:
@@ -210,7 +210,7 @@ def peel(node: Any) -> Any:
         node = inner
 
 
-def _reduced(node: Any, ops: tuple[Any, Any, Any]) -> tuple[fx.Node, str] | None:
+def reduced(node: Any, ops: tuple[Any, Any, Any]) -> tuple[fx.Node, str] | None:
     """``(input, granularity)`` of a maximum (or minimum) over everything or the last dim."""
     reduction = item(node, 0)
     if is_call(reduction, ops[0]):
@@ -233,7 +233,7 @@ def _reduced(node: Any, ops: tuple[Any, Any, Any]) -> tuple[fx.Node, str] | None
     return (reduction.args[0], "token") if is_last_dim(reduction.args[0], dims) else None
 
 
-_MAX = (aten.max.dim, aten.amax.default, aten.max.default)
+MAXIMA = (aten.max.dim, aten.amax.default, aten.max.default)
 #: What stands between a maximum and the scale.
 _STEPS = (
     *ADD,
@@ -246,7 +246,7 @@ _STEPS = (
     aten.clamp_max.default,
     aten.maximum.default,
 )
-_MIN = (aten.min.dim, aten.amin.default, aten.min.default)
+MINIMA = (aten.min.dim, aten.amin.default, aten.min.default)
 
 
 def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
@@ -254,7 +254,7 @@ def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
 
     ``max(max(x), -min(x))`` may be -0.0 where the maximum of absolute values is 0.0.
     """
-    found = _reduced(node, _MAX)
+    found = reduced(node, MAXIMA)
     if found is not None:
         magnitude = peel(found[0])
         if not is_call(magnitude, aten.abs.default):
@@ -272,7 +272,7 @@ def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
         # bounded by zero, as torchao has them: the largest |x| all the same
         a = _bounded_by_zero(a, aten.maximum.default)
         b = _bounded_by_zero(b, aten.minimum.default)
-        high, low = _reduced(a, _MAX), _reduced(b, _MIN)
+        high, low = reduced(a, MAXIMA), reduced(b, MINIMA)
         if high is not None and high == low:
             return peel(high[0]), high[0], high[1], True
     return None
@@ -313,7 +313,7 @@ def _from_amax(
 ) -> Scale | None:
     """The part below the division: bounds of amax, its conversion, and the maximum."""
     node, last = _tensor_bound(node, dtype)
-    found = _clamps(node, dtype)
+    found = clamps_on(node, dtype)
     if found is None:
         return None
     node, lo, hi = found
@@ -322,12 +322,12 @@ def _from_amax(
             return None  # two floors are not a known form
         floor = ("amax", lo)
     else:
-        added = _added(node, dtype)
+        added = plus_number(node, dtype)
         if added is not None:
             if floor[0] != "none" or hi < math.inf:
                 return None  # the form bounds first and adds then
             floor, node = ("amax_add", added[1]), peel_views(added[0])
-            found = _clamps(node, dtype)
+            found = clamps_on(node, dtype)
             if found is None or found[1] > -math.inf:
                 return None
             node, _, hi = found
@@ -351,7 +351,7 @@ def _from_amax(
     return Scale(source, over, granularity, how, qmax, *floor, dtype, hi, power, *upper)
 
 
-def _arithmetic(node: Any) -> tuple[Any, torch.dtype] | None:
+def arithmetic_of(node: Any) -> tuple[Any, torch.dtype] | None:
     """What is converted to the float32 ``node``, and the dtype it was computed in."""
     if dtype_of(node) != torch.float32:
         return None
@@ -367,7 +367,7 @@ def dequant_scale(node: Any) -> Scale | None:
     stored = stored_e8m0(node)
     if stored is not None:
         node = peel_views(stored.args[0])
-    found = _arithmetic(node)
+    found = arithmetic_of(node)
     if found is None:
         return None
     node, dtype = found
@@ -378,19 +378,19 @@ def dequant_scale(node: Any) -> Scale | None:
         node, power = inner, "ceil" if stored is None else "ceil_e8m0"
         unsigned = is_call(node, aten.abs.default)
         node = peel_views(node.args[0]) if unsigned else node
-        found = _arithmetic(node)
+        found = arithmetic_of(node)
         if found is None or found[1] != torch.float32:
             return None
     floor = ("none", 0.0)
     node, last = _tensor_bound(node, dtype)
-    clamps = _clamps(node, dtype)
+    clamps = clamps_on(node, dtype)
     if clamps is None or clamps[2] < math.inf:
         return None
     if clamps[1] > -math.inf:
         node, floor = clamps[0], ("scale", clamps[1])
     else:
         node = clamps[0]
-        added = _added(node, dtype)
+        added = plus_number(node, dtype)
         if added is not None:
             node, floor = peel_views(added[0]), ("scale_add", added[1])
     node, first = _tensor_bound(node, dtype)
@@ -401,10 +401,10 @@ def dequant_scale(node: Any) -> Scale | None:
         upper = ("none", None)
     if last is not None and floor[0] != "none":
         upper = ("scale_last", last)
-    constant = _constant(node, DIV, dtype)
+    constant = scaled_by(node, DIV, dtype)
     how = "div"
     if constant is None:
-        constant, how = _constant(node, MUL, dtype), "mul"
+        constant, how = scaled_by(node, MUL, dtype), "mul"
     if constant is None:
         return None
     made = _from_amax(constant[1], how, constant[0], dtype, floor, power, upper)
@@ -425,7 +425,7 @@ def stored_e8m0(node: Any) -> Any:
     return stored
 
 
-def _constant(node: Any, ops: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, Any] | None:
+def scaled_by(node: Any, ops: tuple[Any, ...], dtype: torch.dtype) -> tuple[float, Any] | None:
     """``(number, inner)`` of ``inner / number`` or ``inner * number`` computed in ``dtype``."""
     if dtype_of(node) != dtype:
         return None
@@ -449,11 +449,11 @@ def inverse_scale(node: Any) -> Scale | None:
     inner = _power(node, aten.floor.default)
     if inner is not None:
         node, power = inner, "floor"
-    found = _arithmetic(node)
+    found = arithmetic_of(node)
     if found is None:
         return None
     node, dtype = found
-    constant = _constant(node, MUL, dtype)
+    constant = scaled_by(node, MUL, dtype)
     if constant is None or not is_call(constant[1], aten.reciprocal.default):
         return None  # a true division of a constant tensor rounds once less
     return _from_amax(constant[1].args[0], "inverse", constant[0], dtype, ("none", 0.0), power)
@@ -468,8 +468,3 @@ def reciprocal_of(node: Any) -> fx.Node | None:
     if is_call(node, aten.reciprocal.default) and isinstance(node.args[0], fx.Node):
         return node.args[0]
     return None
-
-
-# What the reader of zero points (:mod:`fp8pass.spellings.zero_point`) reads with.
-clamps_on, plus_number, arithmetic_of, scaled_by = _clamps, _added, _arithmetic, _constant
-reduced, MAXIMA, MINIMA = _reduced, _MAX, _MIN

@@ -9,6 +9,7 @@ from typing import Any
 
 from fp8pass.errors import OptionError, UnsupportedError
 from fp8pass.lowerings import choose
+from fp8pass.lowerings.choice import narrowed
 from fp8pass.options import Options
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.problem_spec import parse_problem, problem_text
@@ -173,7 +174,8 @@ def tune(
             yield from (
                 (problem, part)
                 for part in measure(
-                    target, problem, device, numerics=options.numerics, disabled=options.disable
+                    target, problem, device, numerics=options.numerics,
+                    disabled=narrowed(options, problem, "").disable,
                 )
             )
 

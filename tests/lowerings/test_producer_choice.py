@@ -159,6 +159,10 @@ def test_aiter_rounds_otherwise_so_only_where_that_is_allowed() -> None:
     assert "roundings" in verdict.message and "fast" in verdict.hint
     assert name_of(AITER, norm(), numerics="fast") == "aiter"
     assert name_of(AITER, norm(), prefer=("aiter",)) == "aiter"
+    here = Options(prefer=("layers.0.*=aiter",))
+    for path, wanted in (("layers.0.mlp", "aiter"), ("layers.1.mlp", None)):
+        kernel = choose_producer(AITER, norm(), here, path).kernel
+        assert (None if kernel is None else kernel.name) == wanted
     assert name_of(AITER, norm(), numerics="fast", disable=("aiter",)) == "inductor"
     assert name_of("gfx950", norm(), numerics="fast") == "inductor"
     assert name_of("gfx1201+aiter", norm(), numerics="fast") == "inductor"
