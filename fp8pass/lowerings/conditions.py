@@ -13,7 +13,7 @@ import torch
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.quant_key import QuantKey, dtype_name
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import Target
+from fp8pass.target import NO_TRITON, Target
 
 #: (activation granularity, weight granularity)
 Granularity = tuple[str, str]
@@ -50,6 +50,13 @@ def architecture(kernel: str, target: Target, allowed: Iterable[str]) -> Verdict
     if target.arch in names:
         return YES
     return no("FP8-L011", kernel=kernel, wants=f"one of {', '.join(names)}", target=target.spec)
+
+
+def with_triton(kernel: str, target: Target, architectures: tuple[str, ...]) -> Verdict:
+    """The architecture is one of those given, and Triton is there."""
+    if NO_TRITON in target.features:
+        return no("FP8-L011", kernel=kernel, wants="Triton", target=f"{target.spec} without it")
+    return architecture(kernel, target, architectures)
 
 
 def torch_at_least(kernel: str, target: Target, version: tuple[int, int]) -> Verdict:

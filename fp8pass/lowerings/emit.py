@@ -138,6 +138,33 @@ def aligned(matrix: torch.Tensor) -> torch.Tensor:
     return matrix.contiguous()
 
 
+def matrices(graph: fx.Graph, site: EmitSite) -> tuple[fx.Node, fx.Node]:
+    """Both matrices, copied only where the distance of rows is one that the libraries refuse."""
+    if site.problem.packed or site.target.kind == "cpu":
+        return site.a, site.b
+    return aligned_rows(graph, site.a), aligned_rows(graph, site.b, transposed=True)
+
+
+def padded_rows(matrix: torch.Tensor, multiple: int, value: float = 0.0) -> torch.Tensor:
+    """``matrix`` with rows of ``value`` (fp8: of zeros) added up to a multiple; or itself."""
+    missing = -matrix.shape[0] % multiple
+    if not missing:
+        return matrix
+    if matrix.dtype.itemsize == 1:  # as bytes: not every operation of torch takes fp8
+        raw = torch.nn.functional.pad(matrix.view(torch.uint8), (0, 0, 0, missing))
+        return raw.view(matrix.dtype)
+    return torch.nn.functional.pad(matrix, (0, 0, 0, missing), value=value)
+
+
+def rows_innermost(matrix: torch.Tensor) -> torch.Tensor:
+    """The same matrix stored by columns: strides ``(1, rows)``, also where a dim has size one; a
+    copy only where it is not."""
+    turned = matrix.t()
+    strides = (turned.shape[1], 1)
+    dense = torch.contiguous_format
+    return matrix if turned.stride() == strides else turned.clone(memory_format=dense).t()
+
+
 def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     memory = {"memory_format": torch.contiguous_format}
     return call(graph, aten.clone.default, (node,), memory)

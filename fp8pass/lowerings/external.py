@@ -1,4 +1,4 @@
-"""What kernels of other libraries share: the library is asked for, imported and padded for here.
+"""What kernels of other libraries share: the library is asked for and imported here.
 
 Nothing is imported before a kernel is called. A target that was parsed has the libraries that its
 name lists; one that was detected those that are loaded (vLLM's operators) or installed.
@@ -78,23 +78,3 @@ def vllm_operator(name: str) -> Any:
             f"(import vllm._custom_ops) before running it; {name} is not there"
         )
     return op
-
-
-def padded_rows(matrix: torch.Tensor, multiple: int, value: float = 0.0) -> torch.Tensor:
-    """``matrix`` with rows of ``value`` added up to a multiple, contiguous; or itself."""
-    more = -matrix.shape[0] % multiple
-    if not more:
-        return matrix
-    padded = matrix.new_full((matrix.shape[0] + more, matrix.shape[1]), value)
-    padded[: matrix.shape[0]] = matrix
-    return padded
-
-
-def rows_innermost(matrix: torch.Tensor) -> torch.Tensor:
-    """The same matrix stored by columns: strides ``(1, rows)``, also where a dim has size one."""
-    rows, columns = matrix.shape
-    if matrix.stride() == (1, rows):
-        return matrix
-    made = torch.empty_strided((rows, columns), (1, rows), dtype=matrix.dtype, device=matrix.device)
-    made.copy_(matrix)
-    return made

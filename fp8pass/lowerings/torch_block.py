@@ -13,7 +13,7 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
-from fp8pass.lowerings.emit import aligned, call
+from fp8pass.lowerings.emit import aligned, call, padded_rows, rows_innermost
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
@@ -23,7 +23,6 @@ NAME = "torch_block"
 _BLOCKS = (("group1x128", "group128x128"),)
 _E4M3 = (torch.float8_e4m3fn,)
 _ROW_MULTIPLE = 4
-_DENSE = torch.contiguous_format
 
 
 def _requirements(target: Target) -> Verdict:
@@ -77,24 +76,16 @@ def run_operator(
     rows = a.shape[0]
     if rows == 0:
         return a.new_empty((0, b.shape[1]), dtype=out_dtype)
-    missing = -rows % _ROW_MULTIPLE
-    a, weight = aligned(a), aligned(b.t())
-    if missing:
-        # as bytes: not every operation of torch takes fp8
-        a = torch.nn.functional.pad(a.view(torch.uint8), (0, 0, 0, missing)).view(a.dtype)
-        scale_a = torch.nn.functional.pad(scale_a, (0, 0, 0, missing))
+    weight = aligned(b.t())
     out = torch._scaled_mm(
-        a, weight.t(), _inner_first(scale_a), _inner_first(scale_b), out_dtype=out_dtype,
+        padded_rows(aligned(a), _ROW_MULTIPLE),
+        weight.t(),
+        rows_innermost(padded_rows(scale_a, _ROW_MULTIPLE)),
+        rows_innermost(scale_b),
+        out_dtype=out_dtype,
         use_fast_accum=fast_accum,
-    )  # fmt: skip
-    return out[:rows].clone() if missing else out
-
-
-def _inner_first(scale: torch.Tensor) -> torch.Tensor:
-    """The same matrix, stored with its first dim innermost; a copy only where it is not."""
-    turned = scale.t()
-    strides = (turned.shape[1], 1)
-    return scale if turned.stride() == strides else turned.clone(memory_format=_DENSE).t()
+    )
+    return out if out.shape[0] == rows else out[:rows].clone()
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:

@@ -22,12 +22,12 @@ from torch import fx
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings.emit import (
     aligned,
-    aligned_rows,
     aten,
     call,
     column,
     dense_scale,
     epilogue,
+    matrices,
     matrix_like,
     row,
     scalar_scales,
@@ -136,7 +136,7 @@ def _takes_tensor(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit_tensor(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = _matrices(graph, site)
+    a, b = matrices(graph, site)
     scale_a, scale_b = scalar_scales(graph, site.scale_a, site.scale_b)
     return _product(graph, site, a, b, scale_a, scale_b)
 
@@ -171,7 +171,7 @@ def _row_priority(target: Target, problem: ScaledMMProblem) -> int:
 
 
 def _emit_row(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = _matrices(graph, site)
+    a, b = matrices(graph, site)
     scale_a = dense_scale(graph, column(graph, site.scale_a))
     scale_b = dense_scale(graph, row(graph, site.scale_b))
     return _product(graph, site, a, b, scale_a, scale_b)
@@ -192,7 +192,7 @@ def _takes_channel(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit_channel(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = _matrices(graph, site)
+    a, b = matrices(graph, site)
     one = unit_scale(graph, site.a)
     args = (a, b, one, one, None, None, torch.float32, site.fast_accum)
     val = matrix_like(site.val, torch.float32)
@@ -201,13 +201,6 @@ def _emit_channel(graph: fx.Graph, site: EmitSite) -> fx.Node:
 
 
 # ---- shared ----------------------------------------------------------------------------------
-
-
-def _matrices(graph: fx.Graph, site: EmitSite) -> tuple[fx.Node, fx.Node]:
-    """Both matrices, copied only where the distance of rows is one that the libraries refuse."""
-    if site.problem.packed or site.target.kind == "cpu":
-        return site.a, site.b
-    return aligned_rows(graph, site.a), aligned_rows(graph, site.b, transposed=True)
 
 
 def _product(

@@ -33,7 +33,7 @@ from fp8pass.lowerings.producers import ProducerKernel, ProducerProblem, registe
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import NO_TRITON, Target
+from fp8pass.target import Target
 
 #: fp8 casts in Triton exist from sm89 on; plain element-wise and row-wise code, nothing more.
 _PRODUCER_ARCHITECTURES = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
@@ -42,12 +42,6 @@ _GEMM_ARCHITECTURES = ("sm90",)
 #: Those of blocks and of int8 are made smaller where there is less shared memory.
 _BLOCK_ARCHITECTURES = _PRODUCER_ARCHITECTURES
 _INT8_ARCHITECTURES = ("sm80", "sm86", *_PRODUCER_ARCHITECTURES)
-
-
-def _with_triton(kernel: str, target: Target, architectures: tuple[str, ...]) -> Verdict:
-    if NO_TRITON in target.features:
-        return no("FP8-L011", kernel=kernel, wants="Triton", target=f"{target.spec} without it")
-    return need.architecture(kernel, target, architectures)
 
 
 # ---- producers ----------------------------------------------------------------------------------
@@ -82,7 +76,7 @@ TRITON = register_producer(
         name="triton",
         summary="own Triton kernel: producer and quantise in one launch",
         kinds=frozenset({"cuda"}),
-        requirements=lambda target: _with_triton("triton", target, _PRODUCER_ARCHITECTURES),
+        requirements=lambda target: need.with_triton("triton", target, _PRODUCER_ARCHITECTURES),
         can_implement=_takes_producer,
         replaces=_operator,
         provenance="tested on sm90; other architectures not run on hardware",
@@ -147,7 +141,7 @@ def _gemm(kind: str, rows: MRange, summary: str, priority: int) -> Kernel:
             name=name,
             summary=summary,
             kinds=frozenset({"cuda"}),
-            requirements=lambda target: _with_triton(name, target, _GEMM_ARCHITECTURES),
+            requirements=lambda target: need.with_triton(name, target, _GEMM_ARCHITECTURES),
             can_implement=partial(_takes, kind),
             priority=lambda target, problem: priority,
             emit=partial(_emit, kind=kind),
@@ -220,7 +214,7 @@ TRITON_BLOCK = register(
         name="triton_block",
         summary="own Triton product with scales per 1x128 and 128x128, any sizes",
         kinds=frozenset({"cuda"}),
-        requirements=lambda target: _with_triton("triton_block", target, _BLOCK_ARCHITECTURES),
+        requirements=lambda target: need.with_triton("triton_block", target, _BLOCK_ARCHITECTURES),
         can_implement=_takes_block,
         priority=lambda target, problem: 45,
         emit=_emit_block,
@@ -249,7 +243,7 @@ TRITON_INT8 = register(
         name="triton_int8",
         summary="own Triton product of int8 codes: exact int32 sum, scales and bias in one launch",
         kinds=frozenset({"cuda"}),
-        requirements=lambda target: _with_triton("triton_int8", target, _INT8_ARCHITECTURES),
+        requirements=lambda target: need.with_triton("triton_int8", target, _INT8_ARCHITECTURES),
         can_implement=_takes_int8,
         priority=lambda target, problem: 45,
         emit=partial(_emit, kind=INT8),

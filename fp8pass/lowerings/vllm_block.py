@@ -16,8 +16,8 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
-from fp8pass.lowerings.emit import aligned, aligned_rows, call
-from fp8pass.lowerings.external import padded_rows, requirements, rows_innermost, vllm_operator
+from fp8pass.lowerings.emit import aligned, call, matrices, padded_rows, rows_innermost
+from fp8pass.lowerings.external import requirements, vllm_operator
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
@@ -54,9 +54,7 @@ def _more_than_one_block(problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = site.a, site.b
-    if not site.problem.packed:
-        a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)
+    a, b = matrices(graph, site)
     args = (a, b, site.scale_a, site.scale_b, site.bias, site.out_dtype)
     return call(graph, torch.ops.fp8pass.vllm_cutlass_block_mm.default, args, val=site.val)
 

@@ -17,7 +17,7 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
-from fp8pass.lowerings.emit import aligned, aligned_rows, call
+from fp8pass.lowerings.emit import aligned, call, matrices
 from fp8pass.lowerings.external import requirements, vllm_operator
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
@@ -49,9 +49,7 @@ def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = site.a, site.b
-    if not site.problem.packed:
-        a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)
+    a, b = matrices(graph, site)
     args = (a, b, site.scale_a, site.scale_b, site.bias, site.out_dtype)
     return call(graph, torch.ops.fp8pass.vllm_cutlass_scaled_mm.default, args, val=site.val)
 

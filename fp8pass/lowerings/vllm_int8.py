@@ -19,7 +19,7 @@ from torch import fx
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
 from fp8pass.lowerings import vllm_cutlass
-from fp8pass.lowerings.emit import aligned_rows, aten, call, value
+from fp8pass.lowerings.emit import aten, call, matrices, value
 from fp8pass.lowerings.external import requirements, vllm_operator
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import ScaledMMProblem
@@ -54,9 +54,7 @@ def _takes(target: Target, problem: ScaledMMProblem) -> Verdict:
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
     if site.zero is None:
         return vllm_cutlass.emit(graph, site)
-    a, b = site.a, site.b
-    if not site.problem.packed:
-        a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)
+    a, b = matrices(graph, site)
     sums = call(graph, aten.sum.dim_IntList, (b, [0], True), {"dtype": torch.int32})
     zero = site.zero
     if value(zero).dtype != torch.int32:

@@ -25,7 +25,7 @@ from torch import fx
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import conditions as need
-from fp8pass.lowerings.emit import aligned, aligned_rows, call
+from fp8pass.lowerings.emit import aligned, call, matrices
 from fp8pass.lowerings.registry import EmitSite, Kernel, register
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.reasons import YES, Verdict, no
@@ -79,9 +79,7 @@ def _width(target: Target, problem: ScaledMMProblem) -> Verdict:
 
 
 def _emit(graph: fx.Graph, site: EmitSite) -> fx.Node:
-    a, b = site.a, site.b
-    if not site.problem.packed:
-        a, b = aligned_rows(graph, a), aligned_rows(graph, b, transposed=True)
+    a, b = matrices(graph, site)
     args = (a, b, site.scale_a, site.scale_b, site.bias, site.out_dtype)
     return call(graph, torch.ops.fp8pass.vllm_skinny_scaled_mm.default, args, val=site.val)
 

@@ -26,7 +26,7 @@ from fp8pass.ops.weight_form import WeightForm
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.quant_key import FP8_DTYPES, dtype_name
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import NO_TRITON, Target
+from fp8pass.target import Target
 
 _CONVERT = torch.ops.prims.convert_element_type.default
 
@@ -128,13 +128,6 @@ _ARCHITECTURES = (
 )  # fmt: skip
 
 
-def _has_triton(target: Target) -> Verdict:
-    name = "triton_w8a16"
-    if NO_TRITON in target.features:
-        return no("FP8-L011", kernel=name, wants="Triton", target=f"{target.spec} without it")
-    return need.architecture(name, target, _ARCHITECTURES)
-
-
 def _takes_triton(target: Target, problem: ScaledMMProblem) -> Verdict:
     name = "triton_w8a16"
     return need.all_of(
@@ -164,7 +157,7 @@ TRITON_W8A16 = register(
         name="triton_w8a16",
         summary="own Triton product: fp8 weights made wide in registers, float32 accumulation",
         kinds=frozenset({"cuda", "rocm"}),
-        requirements=_has_triton,
+        requirements=lambda target: need.with_triton("triton_w8a16", target, _ARCHITECTURES),
         can_implement=_takes_triton,
         # behind torch_w8a16 until it was measured: with few rows it reads one byte of a weight
         # where a copy made wide is one byte read, two written and two read again

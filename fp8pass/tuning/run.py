@@ -174,7 +174,10 @@ def tune(
             yield from (
                 (problem, part)
                 for part in measure(
-                    target, problem, device, numerics=options.numerics,
+                    target,
+                    problem,
+                    device,
+                    numerics=options.numerics,
                     disabled=narrowed(options, problem, "").disable,
                 )
             )
