@@ -444,7 +444,7 @@ class Fp8Linear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         state = dict(state)
-        fp8 = E4M3FNUZ if state["_fnuz"] else FP8
+        fp8 = E4M3FNUZ if state.get("_fnuz") else FP8
         if fp8 != FP8:
             import fp8pass.ops  # noqa: F401  registers the operator that the forward calls
         state["_buffers"]["weight"] = state["_buffers"]["weight"].view(fp8)

@@ -14,6 +14,8 @@ from fp8pass.report.site import Site
 # "layers.12." -> "layers.*.": a number that is a whole component of a path, not the line in
 # "model.py:66".
 _LAYER = re.compile(r"(?<=\.)\d+\b|(?<=\[)\d+(?=\])")
+#: A kernel for another kind of device than the target: nothing that is asked about site by site.
+_OTHER_DEVICE = "FP8-L001"
 # Node names end in a number that says nothing to the reader: "mul_12" -> "mul".
 _NODE = re.compile(r"\b([A-Za-z_]\w*?)(?:_\d+)+\b")
 
@@ -127,8 +129,19 @@ def _kernels(sites: list[Site]) -> list[str]:
     for group in groups:
         s = group[0]
         rows.append([str(len(group)), s.kernel or "(kept as it was)", s.plan, _short(s.key)])
-        details.append([f"not {r.kernel}: {r.code} {r.message}" for r in s.rejected])
+        details.append(_rejected(s))
     return _aligned(rows, right=(0,), details=details)
+
+
+def _rejected(site: Site) -> list[str]:
+    """A line for each kernel that was not chosen; those for other kinds of devices in one."""
+    lines = [
+        f"not {r.kernel}: {r.code} {r.message}" for r in site.rejected if r.code != _OTHER_DEVICE
+    ]
+    others = [r.kernel for r in site.rejected if r.code == _OTHER_DEVICE]
+    if others:
+        lines.append(f"{_OTHER_DEVICE} for other kinds of devices: {', '.join(others)}")
+    return lines
 
 
 def _grouped(sites: Iterable[Site], key: Callable[[Site], Hashable]) -> list[list[Site]]:

@@ -17,7 +17,16 @@ from lowering_sites import operands, problem
 
 from fp8pass import target as targets
 from fp8pass.errors import UnsupportedError
-from fp8pass.lowerings import consider, deepgemm, external, find, flashinfer, vllm_block, vllm_int8
+from fp8pass.lowerings import (
+    consider,
+    deepgemm,
+    emit,
+    external,
+    find,
+    flashinfer,
+    vllm_block,
+    vllm_int8,
+)
 from fp8pass.ops.linear import scaled_product
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.reasons import YES
@@ -259,9 +268,9 @@ def test_installed_libraries_are_found_without_importing_them(
 
 def test_helpers() -> None:
     matrix = torch.arange(6.0).reshape(3, 2)
-    padded = external.padded_rows(matrix, 4, 9.0)
+    padded = emit.padded_rows(matrix, 4, 9.0)
     assert torch.equal(padded[:3], matrix) and padded[3].tolist() == [9.0, 9.0]
-    assert external.padded_rows(matrix, 3) is matrix
+    assert emit.padded_rows(matrix, 3) is matrix
     for rows, columns in ((1, 4), (3, 2), (5, 1)):
-        made = external.rows_innermost(torch.rand(rows, columns))
+        made = emit.rows_innermost(torch.rand(rows, columns))
         assert made.stride() == (1, rows)

@@ -8,7 +8,8 @@ from pathlib import Path
 import report_samples as samples
 
 from fp8pass.reasons import no
-from fp8pass.report import GraphRecord, Report
+from fp8pass.report import GraphRecord, Report, Site
+from fp8pass.report.site import Rejected
 
 GOLDEN = Path(__file__).with_name("golden_table.txt")
 
@@ -86,3 +87,11 @@ def test_note_and_source_are_shown() -> None:
     table = Report([record], note="one of 2").table()
     assert "  one of 2\n" in table
     assert "source post_joint" in table
+
+
+def test_kernels_of_other_devices_are_one_line() -> None:
+    others = tuple(Rejected(f"there_{i}", "FP8-L001", "elsewhere") for i in range(3))
+    site = Site("scaled_mm", "lowered", kernel="here", plan="0-=here", rejected=others)
+    report = Report([GraphRecord("graph", "post", sites=[site])])
+    (line,) = [line for line in report.table().splitlines() if "FP8-L001" in line]
+    assert line.endswith("there_0, there_1, there_2")
