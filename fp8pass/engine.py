@@ -22,6 +22,7 @@ from torch import fx
 
 from fp8pass.lowerings import choose
 from fp8pass.lowerings.choice import narrowed
+from fp8pass.lowerings.lone_quantize import lower_alone
 from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
@@ -187,6 +188,7 @@ class Run:
                     self._lower_product(bench, draft, target, fuel)
             elif draft.status == "fused":
                 lower_producer(bench, draft, target, self.options)
+        self.rewrites += lower_alone(drafts, target, self.options, fuel.take)
         self.done("lower", "give back")
 
         for draft in (d for d in drafts if d.status == "left" and d.fused_into is None):
