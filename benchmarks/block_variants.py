@@ -19,6 +19,8 @@ import fp8pass
 #: Switches fp8pass's use of vLLM's library off, which is loaded for its peers.
 _WITHOUT_VLLM = {"fp8pass.disable": "vllm_cutlass"}
 _FAST = {"fp8pass.numerics": "fast"}
+#: A quantise that no rule fuses goes to a kernel too, not to Inductor.
+_QUANTISE = {"fp8pass.prefer": "triton"}
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,21 @@ VARIANTS: dict[str, Variant] = {
     ),
     "vllm_fused": Variant("vLLM's fused kernels, composed by hand", "fused", reduced=True),
     "fp8pass": Variant('backend="fp8pass"', "torch", "fp8pass", _WITHOUT_VLLM),
+    "fp8pass_quantise": Variant(
+        'the same, prefer="triton"', "torch", "fp8pass", {**_WITHOUT_VLLM, **_QUANTISE}
+    ),
+    "fp8pass_reduced": Variant(
+        "fp8pass, use_fast_accum=True in the model",
+        "torch_fast",
+        "fp8pass",
+        {**_WITHOUT_VLLM, **_QUANTISE},
+        True,
+    ),
+    "fp8pass_reduced_vllm": Variant(
+        "the same, with vLLM's library at hand", "torch_fast", "fp8pass", _QUANTISE, True
+    ),
     "fp8pass_fast": Variant(
-        'the same, numerics="fast"', "torch", "fp8pass", {**_WITHOUT_VLLM, **_FAST}, True
+        'fp8pass, numerics="fast"', "torch", "fp8pass", {**_WITHOUT_VLLM, **_FAST}, True
     ),
     "fp8pass_fast_vllm": Variant(
         "the same, with vLLM's library at hand", "torch", "fp8pass", _FAST, True

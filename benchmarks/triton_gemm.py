@@ -5,9 +5,11 @@
     python benchmarks/triton_gemm.py --table tiles.json
 
 Microseconds per call, medians of CUDA graph replays that rotate over more than 200 MB of weights.
-Two ways, since our launches overlap their neighbours: *chain*, one product after another, and
-*pair*, each behind an element-wise kernel that writes its activations, the time of both. Tiles are
-chosen by the pair.
+Three ways, since our launches overlap their neighbours: *chain*, one product after another;
+*writer*, each behind an element-wise kernel of torch that writes its activations, the time of both;
+*producer*, each behind the kernel of fp8pass that a decoder block has there (residual + norm,
+quantise, SiLU·mul), which lets the product start, and ask for weights, before it has ended. Tiles
+are chosen by what ``--behind`` says.
 """
 
 from __future__ import annotations
@@ -49,6 +51,8 @@ FP8, BF16 = torch.float8_e4m3fn, torch.bfloat16
 #: Shared memory that one program may have.
 SHARED = 226 * 1024
 Operands = tuple[Any, ...]
+#: What stands in front of each product that is timed.
+BEHIND = ("chain", "writer", "producer")
 
 
 def operands(n: int, k: int, m: int, sets: int) -> list[Operands]:
@@ -70,13 +74,45 @@ def produce(s: Operands) -> None:
     s[0].view(torch.uint8).bitwise_xor_(0)
 
 
-def captured(call: Callable[[Operands], Any], sets: list[Operands], pair: bool) -> Captured:
-    """One call for each set in a CUDA graph."""
+def producer(layer: str, m: int, k: int) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """The kernel in front of a layer of a decoder block, as a function: (codes, rows' scales)."""
+    import fp8pass.ops as ops
+
+    generic = torch.ops.fp8pass
+    quant = str(ops.dynamic_form("token"))
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device="cuda", dtype=BF16)
+
+    kind = layer.rpartition(".")[2]
+    if kind == "o":
+        x = random(m, k)
+        return lambda: generic.triton_quantize(x, None, quant)[:2]
+    if kind == "down":
+        gate, up = random(m, 2 * k).chunk(2, -1)
+        act = "div,bfloat16,bfloat16"
+        return lambda: generic.triton_silu_mul_quant(gate, up, None, act, quant, False)[:2]
+    x, residual, weight = random(m, k), random(m, k), random(k)
+    norm = "mean,rsqrt,after_cast,bfloat16"
+    return lambda: generic.triton_add_rms_norm_quant(
+        x, residual, weight, None, 1e-5, norm, quant, False
+    )[:2]
+
+
+def captured(
+    call: Callable[[Operands], Any], sets: list[Operands], behind: str, layer: str
+) -> Captured:
+    """One call for each set in a CUDA graph, each behind a kernel (:data:`BEHIND`)."""
+    made = producer(layer, *sets[0][0].shape) if behind == "producer" else None
 
     def both(i: int) -> Any:
-        if pair:
-            produce(sets[i])
-        return call(sets[i])
+        s = sets[i]
+        if made is not None:
+            codes, scales = made()
+            s = (codes, s[1], scales, *s[3:])
+        elif behind == "writer":
+            produce(s)
+        return call(s)
 
     return Captured(both, len(sets))
 
@@ -133,7 +169,7 @@ def neighbours(tile: Tile, m: int, n: int, k: int) -> Iterator[Tile]:
     values: dict[str, Iterable[int]] = {
         "stages": (tile.stages - 1, tile.stages + 1),
         "splits": (tile.splits - 1, tile.splits + 1, tile.splits + 2),
-        "prefetch": (0, 512, 1024, 2048, 4096),
+        "prefetch": (0, 512, 1024, 2048, 4096, 8192),
         "bk": (128, 256),
     }
     for name, choices in values.items():
@@ -162,8 +198,8 @@ def compile_tile(job: tuple[Tile, int, int, int, bool]) -> str:
 class Problem:
     """One layer at one number of rows, and the times of the tiles tried on it."""
 
-    def __init__(self, layer: str, m: int) -> None:
-        self.layer, self.m = layer, m
+    def __init__(self, layer: str, m: int, behind: str) -> None:
+        self.layer, self.m, self.behind = layer, m, behind
         self.n, self.k = LAYERS[layer]
         self.todo = first_tiles(m, self.n, self.k)
         self.times: dict[Tile, float] = {}
@@ -188,7 +224,7 @@ class Problem:
             def call(s: Operands, tile: Tile = tile) -> Any:
                 return launch(*s[:4], None, BF16, fast, tile)
 
-            graph = captured(call, sets, pair=True)
+            graph = captured(call, sets, self.behind, self.layer)
             self.times[tile] = min(graph.microseconds() for _ in range(6))
 
     def finish(self, fast: bool) -> None:
@@ -198,20 +234,21 @@ class Problem:
         sets = operands(self.n, self.k, self.m, sets_for(self.n * self.k, most=12))
         tiles = self.best(5)
         tiles.append(replace(tiles[0], overlap=False))
-        found: dict[bool, dict[str, float]] = {}
-        for pair in (True, False):
+        found: dict[str, dict[str, float]] = {}
+        for behind in dict.fromkeys((self.behind, "chain")):
             calls = {
                 str(i): captured(
-                    lambda s, tile=tile: launch(*s[:4], None, BF16, fast, tile), sets, pair
+                    lambda s, tile=tile: launch(*s[:4], None, BF16, fast, tile),
+                    sets, behind, self.layer,
                 )
                 for i, tile in enumerate(tiles)
-            }
-            found[pair] = interleaved(calls, 15)
+            }  # fmt: skip
+            found[behind] = interleaved(calls, 15)
         for i, tile in enumerate(tiles):
             self.final.append(
                 {
                     "layer": self.layer, "n": self.n, "k": self.k, "m": self.m,
-                    "pair_us": found[True][str(i)], "chain_us": found[False][str(i)],
+                    "pair_us": found[self.behind][str(i)], "chain_us": found["chain"][str(i)],
                     "tile": asdict(tile),
                 }
             )  # fmt: skip
@@ -229,7 +266,8 @@ def sweep(args: argparse.Namespace) -> dict[str, Any]:
     def left() -> float:
         return args.seconds - (time.monotonic() - started)
 
-    problems = [Problem(layer, m) for layer, m in itertools.product(args.layers, args.rows)]
+    sizes = itertools.product(args.layers, args.rows)
+    problems = [Problem(layer, m, args.behind) for layer, m in sizes]
     bad: dict[Tile, str] = {}
     known: set[Tile] = set()
     print("tile:", *Tile.__slots__)
@@ -325,17 +363,17 @@ def variants(m: int, vllm: bool) -> dict[str, Callable[[Operands], Any]]:
 def compare(args: argparse.Namespace) -> dict[str, Any]:
     """Every variant at every size, in turns."""
     results = []
-    for pair in (False, True):
+    for behind in dict.fromkeys(("chain", args.behind)):
         names = list(variants(1, bool(args.vllm_libs)))
-        print("pair" if pair else "chain", flush=True)
+        print(behind, flush=True)
         for layer, m in itertools.product(args.layers, args.rows):
             n, k = LAYERS[layer]
             sets = operands(n, k, m, sets_for(n * k, most=12))
             calls = variants(m, bool(args.vllm_libs))
-            graphs = {name: captured(call, sets, pair) for name, call in calls.items()}
+            graphs = {n: captured(call, sets, behind, layer) for n, call in calls.items()}
             found = interleaved(graphs, args.rounds)
             del graphs, sets
-            results.append({"pair": pair, "layer": layer, "n": n, "k": k, "m": m, **found})
+            results.append({"behind": behind, "layer": layer, "n": n, "k": k, "m": m, **found})
             row = [layer, m, *(found.get(name, "") for name in names)]
             print(table(["layer", "M", *names], [row]), flush=True)
     return {"results": results, "host_us": host_time(), "accuracy": accuracy()}
@@ -397,6 +435,7 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="search for tiles")
     parser.add_argument("--table", type=Path, help="print the table that a search found")
     parser.add_argument("--fast", action="store_true", help="search with reduced accumulation")
+    parser.add_argument("--behind", default="producer", choices=BEHIND)
     parser.add_argument("--layers", nargs="+", default=list(LAYERS)[:4], choices=LAYERS)
     parser.add_argument("--rows", nargs="+", type=int)
     parser.add_argument("--rounds", type=int, default=11)
