@@ -214,6 +214,9 @@ MODELS = {
     "block-dynamic-general": GoldenModel(
         models.Block, "dynamic", options={"prefer": "triton_general"}
     ),
+    "block-dynamic-rescaled": GoldenModel(
+        models.Block, "dynamic", dynamic=True, options={"prefer": "torch_rescaled,triton"}
+    ),
     "half-dynamic": GoldenModel(models.Block, "dynamic", dtype=torch.float16),
     "block-prepared": GoldenModel(models.Block, "dynamic", prepared=HOST),
     "static-fnuz": GoldenModel(StaticFnuz, None),
@@ -235,9 +238,11 @@ _DEMOS = ("demo-dynamic", "demo-static", "demo-group")
 _FNUZ = ("demo-dynamic-fnuz", "demo-static-fnuz", "demo-group-fnuz")
 #: Both recipes, any M, packed, biased: enough where no kernel is the target's own.
 _SOME = ("block-dynamic", "block-static-any-m", "packed-dynamic", "biased-static")
+#: Models that sm90 is not shown with.
+_OTHERS = ("static-", "block-prep", "demo", "block-dynamic-rescaled")
 #: target -> names of the models that are traced for it
 CASES: dict[str, tuple[str, ...]] = {
-    "sm90": (*(n for n in MODELS if not n.startswith(("static-", "block-prep", "demo"))), *_DEMOS),
+    "sm90": (*(n for n in MODELS if not n.startswith(_OTHERS)), *_DEMOS),
     "sm90+vllm": (
         "block-dynamic", "block-dynamic-any-m", "block-static", "biased-static", *_DEMOS,
     ),
@@ -245,7 +250,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sm80": _DEMOS,
     "sm86": _DEMOS,
     "sm89": (*_SOME, *_DEMOS),
-    "sm100": (*_SOME, "half-dynamic", *_DEMOS),
+    "sm100": (*_SOME, "half-dynamic", "block-dynamic-rescaled", *_DEMOS),
     "sm120": (*_SOME, *_DEMOS),
     "gfx90a": _DEMOS,
     "gfx942": ("block-dynamic", "static-fnuz", *_DEMOS, *_FNUZ),

@@ -266,6 +266,7 @@ def made_up(rows: int) -> dict[str, Any]:
 
 
 def test_tables() -> None:
+    assert set(SHOWN) <= set(VARIANTS)
     text = block_tables.render([made_up(1), made_up(16)])
     lines = text.splitlines()
     head = lines[lines.index("dynamic: microseconds per block") + 1].split()

@@ -178,6 +178,13 @@ TRITON_SCALED_MM = _product(
     False,
     "skinny",
 )
+#: torch's product without scales, and one launch for them.
+TORCH_RESCALED_MM = _product(
+    "torch_rescaled_mm",
+    ", bool fast_accum",
+    _kernel("fp8pass.kernels.triton_rescale", "scaled_mm"),
+    False,
+)
 #: vLLM's CUTLASS product, where its library is loaded; it always accumulates in less than float32.
 VLLM_CUTLASS_SCALED_MM = _product(
     "vllm_cutlass_scaled_mm", "", _kernel("fp8pass.lowerings.vllm_cutlass", "run_operator")

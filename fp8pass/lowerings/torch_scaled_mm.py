@@ -59,7 +59,8 @@ _MULTIPLE = 16
 _CPU_SPEED = "0.02 GMAC/s seen with AVX-512 or AMX, 0.4 at 4 rows to 23 at 256 rows with AVX2"
 
 
-def _device(kernel: str, target: Target) -> Verdict:
+def has_fp8_products(kernel: str, target: Target) -> Verdict:
+    """Whether torch multiplies FP8 on the target at all."""
     if target.kind == "cpu":
         return YES
     if target.kind == "rocm":
@@ -150,7 +151,7 @@ def _row_requirements(target: Target) -> Verdict:
         return need.torch_at_least(name, target, (2, 12))
     if target.arch == "sm89":  # before, its launch ignores the current stream and can hang
         return need.torch_at_least(name, target, (2, 12))
-    return need.architecture(name, target, _ROW_ARCHITECTURES) and _device(name, target)
+    return need.architecture(name, target, _ROW_ARCHITECTURES) and has_fp8_products(name, target)
 
 
 def _takes_row(target: Target, problem: ScaledMMProblem) -> Verdict:
@@ -180,10 +181,16 @@ def _emit_row(graph: fx.Graph, site: EmitSite) -> fx.Node:
 # ---- torch_channel ---------------------------------------------------------------------------
 
 
-def _takes_channel(target: Target, problem: ScaledMMProblem) -> Verdict:
-    name = "torch_channel"
+def takes_unscaled(
+    name: str,
+    target: Target,
+    problem: ScaledMMProblem,
+    pairs: tuple[need.Granularity, ...] = need.OUTER_PRODUCTS,
+) -> Verdict:
+    """Whether the kernel ``name`` can have torch's product without scales for this problem, whose
+    scales are one of ``pairs``."""
     return need.all_of(
-        lambda: need.granularity(name, problem, need.OUTER_PRODUCTS),
+        lambda: need.granularity(name, problem, pairs),
         lambda: _operands(name, target, problem, mixed_weight=True),
         lambda: need.out_dtype(name, problem, need.MODEL_DTYPES),
         lambda: need.bias_dtype(name, problem, need.MODEL_DTYPES),
@@ -244,7 +251,7 @@ TORCH_TENSOR = register(
         name="torch_tensor",
         summary="torch._scaled_mm, per-tensor scales",
         kinds=_KINDS,
-        requirements=lambda target: _device("torch_tensor", target),
+        requirements=lambda target: has_fp8_products("torch_tensor", target),
         can_implement=_takes_tensor,
         priority=lambda target, problem: 30,
         emit=_emit_tensor,
@@ -272,8 +279,8 @@ TORCH_CHANNEL = register(
         name="torch_channel",
         summary="torch._scaled_mm with unit scales to float32, then scales and bias pointwise",
         kinds=_KINDS,
-        requirements=lambda target: _device("torch_channel", target),
-        can_implement=_takes_channel,
+        requirements=lambda target: has_fp8_products("torch_channel", target),
+        can_implement=partial(takes_unscaled, "torch_channel"),
         priority=lambda target, problem: 50,
         emit=_emit_channel,
         provenance=_NOT_RUN,

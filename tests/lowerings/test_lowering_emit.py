@@ -76,6 +76,7 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     "torch_row": ("torch_row", "sm90", {"bias": BF16}, ROW),
     "torch_row_odd_pitch": ("torch_row", "sm90", {"packed": False}, ROW),
     "torch_channel": ("torch_channel", "sm89", {"bias": BF16}, ROW),
+    "torch_rescaled": ("torch_rescaled", "sm90", {"bias": BF16, "packed": False}, ROW),
     "torch_dequant": ("torch_dequant", "cpu", {"bias": BF16, "dtypes": FNUZ}, ROW),
     "torch_dequant_blocks": ("torch_dequant", "cpu", {"k": 200, "n": 72}, BLOCKS),
     "torch_int8": ("torch_int8", "sm80", {"dtypes": INT8, "bias": BF16}, ROW),
