@@ -15,7 +15,7 @@ import torch
 import fp8pass
 
 ROOT = Path(__file__).resolve().parents[2]
-LAYERS = ("qkv", "o", "gate_up", "down")
+LAYERS = ("qkv", "o", "gate_up", "down", "70b.qkv", "70b.gate_up", "70b.down")
 DEVICE = "cuda"
 ROWS = (2, 17, 300, 4096)
 

@@ -28,12 +28,15 @@ from fp8pass.tuning.live import live_device
 from fp8pass.tuning.measure import measure
 from fp8pass.tuning.measured import Record
 
-#: The layers of Llama-3-8B as (N, K).
+#: The layers of Llama-3-8B, and those of Llama-3-70B that differ in kind, as (N, K).
 LAYERS = {
     "qkv": (6144, 4096),
     "o": (4096, 4096),
     "gate_up": (28672, 4096),
     "down": (4096, 14336),
+    "70b.qkv": (10240, 8192),
+    "70b.gate_up": (57344, 8192),
+    "70b.down": (8192, 28672),
 }
 SCALES = ("row", "static", "block")
 ROWS = (1, 4, 16, 17, 64, 256, 1024, 4096, 16384)
@@ -50,15 +53,16 @@ def load_vllm() -> bool:
 
 
 def problems(target: Target, layers: list[str]) -> list[tuple[str, str, ScaledMMProblem]]:
-    """(layer, scales, product of any number of rows); per-token ones also where the source allows
-    reduced accumulation, without which vLLM's CUTLASS is no candidate."""
+    """(layer, scales, product of any number of rows); those per token and per tensor also where
+    the source allows reduced accumulation, without which vLLM's CUTLASS is no candidate."""
     found = []
     for layer in layers:
         n, k = LAYERS[layer]
         for scales in SCALES:
             found.append((layer, scales, parse_problem(f"{scales}, n={n}, k={k}", target)))
-        fast = parse_problem(f"row, n={n}, k={k}, fast_accum", target)
-        found.append((layer, "row fast_accum", fast))
+        for scales in ("row", "static"):
+            fast = parse_problem(f"{scales}, n={n}, k={k}, fast_accum", target)
+            found.append((layer, f"{scales} fast_accum", fast))
     return found
 
 
