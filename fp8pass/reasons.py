@@ -277,6 +277,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "scale",
     ),
     Reason(
+        "FP8-L043",
+        "the quantise cuts values off",
+        "the product {node} cannot be made a weight-only one: its quantise cuts values off, which is "
+        "part of the function and not rounding: {why}",
+        "take the bound off the scale, or ask for w8a16 at other sites alone (SITES=w8a16)",
+    ),
+    Reason(
         "FP8-L070",
         "the kernel did not do well on this device",
         "kernel {kernel} is not used for this product on this device, where it was tried: {why}",

@@ -37,6 +37,7 @@ class GraphRecord:
         files: step -> file name in the dump folder.
         number: number of the graph in the dump folder.
         from_cache: the record was written by an earlier compile, whose result was reused.
+        fuel: rewrites that count against the option ``fuel``.
     """
 
     name: str
@@ -52,6 +53,7 @@ class GraphRecord:
     files: dict[str, str] = field(default_factory=dict)
     number: int | None = None
     from_cache: bool = False
+    fuel: int = 0
 
     def __post_init__(self) -> None:
         self.options = _plain(self.options)
@@ -104,6 +106,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "files": dict,
     "number": (int, type(None)),
     "from_cache": bool,
+    "fuel": int,
 }
 
 
