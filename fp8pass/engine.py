@@ -26,6 +26,7 @@ from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
+from fp8pass.lowerings.selected import selected
 from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.to_weight_only import (
@@ -184,12 +185,20 @@ class Run:
 
         drafts = list(reader.drafts.values())
         live = bench.live()
+        at = {True: "post", False: "joint"}  # the hook that has all products, all producers
         for draft in drafts:  # now, while the graph still says what the reasons name
             _count_readers(draft, live)
             if draft.status == "left" and draft.fused_into is None and draft.kind != "scaled_mm":
                 if removed(draft, live):
                     continue
                 draft.refuse("", not_fused(draft, live, reader.drafts))
+        self.record.selectors = selected(
+            self.options,
+            drafts,
+            reader.unread,
+            target,
+            lambda products: stage in ("all", at[products]),
+        )
         for merged in merge_products(bench, drafts) if stage != "joint" else ():
             self._lower_product(bench, merged.draft, target, fuel)
             finish_merge(bench, merged)

@@ -160,9 +160,7 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
     return choice
 
 
-def narrowed(
-    options: Options, problem: ScaledMMProblem, path: str, act_key: str = ""
-) -> Options:
+def narrowed(options: Options, problem: ScaledMMProblem, path: str, act_key: str = "") -> Options:
     """The options as they are for one site: names without the sites that they are for.
 
     ``force`` and ``linear_backend`` are the first item that is about the site, ``prefer`` and

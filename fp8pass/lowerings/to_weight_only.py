@@ -38,7 +38,7 @@ from fp8pass.lowerings.site import problem_of, weight_only_problem
 from fp8pass.options import Options
 from fp8pass.patterns.rule import Fuel
 from fp8pass.reasons import YES, Verdict
-from fp8pass.selectors import parse_item
+from fp8pass.selectors import parse_item, schemes_of
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.before_quantise import Made, Source, before_quantise, put_weight_only
 from fp8pass.spellings.reader import Reader
@@ -75,6 +75,11 @@ def asks_here(options: Options) -> bool:
 def narrowed_to(options: Options, draft: Draft, target: Target) -> Options:
     """The options as they are for the site of a draft."""
     return narrowed(options, problem_of(draft, target), draft.path, _act_key(draft.node))
+
+
+def schemes_at(draft: Draft, target: Target) -> frozenset[str]:
+    """The schemes of a product, see :data:`fp8pass.selectors.SCHEMES`."""
+    return schemes_of(problem_of(draft, target), _act_key(draft.node))
 
 
 def _chosen(draft: Draft, source: Source, target: Target, options: Options) -> Choice:
