@@ -38,10 +38,12 @@ from fp8pass.lowerings.to_weight_only import (
     give_back_quantises,
     keeps_own_nodes,
     narrowed_to,
+    remember_why_not,
     removed,
     rewritten_from,
     to_weight_only,
     wants_weight_only,
+    why_not,
     without_unmet,
 )
 from fp8pass.lowerings.write_out import write_out
@@ -386,7 +388,9 @@ def run(
             raise
         return _failed(record, work.step, error, options)
     if work.rewrites == 0:
+        told = why_not(graph)
         snapshot.restore(graph)
+        remember_why_not(graph, told)
     record.sites = sites
     record.fuel = work.used if work.rewrites else 0
     record.nodes_after = len(graph.nodes)

@@ -141,7 +141,7 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
             verdicts = {r.kernel: r.verdict for r in choice.rejected}
             raise NoKernelError(_cannot_force(WEIGHT_ONLY, verdicts, target))
         choice = replace(choice, why=FORCED)
-    if WEIGHT_ONLY in options.prefer and not problem.weight_only and not choice.why == FORCED:
+    if WEIGHT_ONLY in options.prefer and not problem.weight_only and choice.why != FORCED:
         # one name, which stands for kernels that take no codes
         refused = no("FP8-L040", kernel=WEIGHT_ONLY, has=dtype_name(problem.activation.dtype))
         verdicts = {r.kernel: r.verdict for r in choice.rejected} | {WEIGHT_ONLY: refused}

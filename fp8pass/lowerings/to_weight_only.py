@@ -202,6 +202,18 @@ def _tell_why_not(draft: Draft, verdict: Verdict) -> None:
     _root(draft).meta[_WHY_NOT] = (verdict.code, verdict.message)
 
 
+def why_not(graph: fx.Graph) -> dict[str, tuple[str, str]]:
+    """Name of a node -> why the product was not made weight-only: (code, sentence)."""
+    return {node.name: node.meta[_WHY_NOT] for node in graph.nodes if _WHY_NOT in node.meta}
+
+
+def remember_why_not(graph: fx.Graph, told: dict[str, tuple[str, str]]) -> None:
+    """Note again, in a graph that was put back to what it was, what the later hook has to know."""
+    for node in graph.nodes if told else ():
+        if node.name in told:
+            node.meta[_WHY_NOT] = told[node.name]
+
+
 def without_unmet(draft: Draft, options: Options) -> tuple[Options, str]:
     """Options for a product of codes without the weight-only kernels that it was refused, and the
     preference that could not be followed, in words; why goes into the note of the draft."""
@@ -272,9 +284,10 @@ def rewritten_from(node: fx.Node) -> str:
     key = _act_key(node)
     if not key:
         return ""
-    cut = ", what is beyond its scale is cut off as before" if "/static/" in key else ""
+    static = "/static/" in key
     return (
-        f"W8A16 in place of W8A8 as asked for: its activations are no longer quantised ({key})"
-        f"{cut}; that is more exact, and away from the source's numbers by what the rounding of the "
-        "activations costs: about 2.6 % (relative L2) for e4m3 codes of a scale that fits"
+        f"W8A16 in place of W8A8 as asked for: its activations are no longer quantised ({key}); "
+        f"{'what is beyond their scale is cut off as before; ' if static else ''}"
+        "more exact, and away from the source's numbers by what their rounding costs: about 2.6 % "
+        "(relative L2) for e4m3 codes and a scale that fits"
     )

@@ -169,7 +169,7 @@ def _remade(bench: Workbench, source: Source) -> tuple[fx.Node, list[fx.Node]]:
 def _cut(bench: Workbench, source: Source, x: fx.Node) -> fx.Node:
     """``x`` cut to what the codes of a given scale can say, NaN kept; rounded to its dtype.
 
-    By minimum and maximum of tensors, which no decomposition turns into a comparison that NaN fails.
+    By minimum and maximum of tensors, which no decomposition makes a comparison that NaN fails.
     """
     like = source.made
 
@@ -199,7 +199,8 @@ def activations(
 
     Returns them and the operators that had to be put in to make them anew, the first time.
     """
-    x, new = made.get(source.made), []
+    x = made.get(source.made)
+    new: list[fx.Node] = []
     if x is None:
         # where what the quantise reads is known, or behind the value that it returned as well
         quantise, kept = source.made, source.x
