@@ -157,12 +157,12 @@ def test_disabled_by_either_scheme(disable: str, stage: str) -> None:
 
 
 @pytest.mark.parametrize("hooks", ["one", "two"])
-@pytest.mark.parametrize("how", ["force", "prefer"])
-@pytest.mark.parametrize("name", ["w8a16", "torch_w8a16"])
+@pytest.mark.parametrize("option", ["force=w8a16", "force=torch_w8a16", "prefer=w8a16"])
 @pytest.mark.parametrize("fuel", [0, 1, 2, 3, None])
-def test_a_product_costs_one_unit(fuel: int | None, name: str, how: str, hooks: str) -> None:
+def test_a_product_costs_one_unit(fuel: int | None, option: str, hooks: str) -> None:
     w, sb = weights()
     data = values(5, 256), w, sb, weights(seed=4)[0]
+    how, name = option.split("=")
     options: dict[str, Any] = {how: name, "fuel": fuel}
     if hooks == "one":
         passed = Passed(trace(two, *data), **options)
