@@ -173,12 +173,14 @@ class Run:
             reader.read_producers()
             reader.read_quantises()
         asked = stage != "post" and wants_weight_only(self.options)
+        unread = len(reader.unread)
         if stage != "joint" or asked:
             reader.read_products()
         if asked:
             self.rewrites += to_weight_only(bench, reader, target, self.options, fuel)
         if stage == "joint" and asked:
             forget_products(bench, reader)
+            del reader.unread[unread:]
         self.done("read", "fuse")
 
         if stage != "post":

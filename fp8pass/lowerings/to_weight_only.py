@@ -245,7 +245,6 @@ def forget_products(bench: Workbench, reader: Reader) -> None:
             if not draft.weight_only:
                 bench.undo(draft.swaps)
             del reader.drafts[node]
-    reader.unread = [entry for entry in reader.unread if entry[0] != "scaled_mm"]
 
 
 def removed(draft: Draft, live: set[fx.Node]) -> bool:
