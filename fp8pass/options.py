@@ -38,7 +38,8 @@ class Options:
             :class:`fp8pass.errors.NoKernelError` with every reason. Also for some sites only:
             ``"down_proj=torch_row, fp8-block=triton_block"`` (:mod:`fp8pass.selectors`).
             ``"w8a16"`` (here, in ``prefer`` and in ``disable``) means the weight-only kernels:
-            forced or preferred, they take activations before their quantise, which changes numbers.
+            forced or preferred, they take activations before their quantise, which changes numbers;
+            what the quantise cuts off stays cut off, or the site is refused (docs/numerics.md).
         prefer: kernel names to try first, in this order; falls back and says so. Items as above.
         disable: kernel names never to use. Items as above.
         dump: folder for before/after graphs and reports.
