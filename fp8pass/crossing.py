@@ -159,7 +159,7 @@ def graphs_for(
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
 
-    from fp8pass.explaining import _ours
+    from fp8pass.explaining import _ours, tell_unmatched
     from fp8pass.report import merge
 
     parsed = Target.parse(target if isinstance(target, str) else target.spec)
@@ -194,6 +194,7 @@ def graphs_for(
         except Exception as error:
             raise _explained(_ours(error)) from error
     report = merge(collected.reports)
+    tell_unmatched(report)
     if not collected.reports:
         report.note = "no graph was captured: the model runs no torch operator"
     return TargetGraphs(parsed, tuple(collected.graphs), report)

@@ -20,24 +20,32 @@ from typing import Any, Literal
 import torch
 from torch import fx
 
+from fp8pass.errors import NoKernelError
 from fp8pass.lowerings import choose
-from fp8pass.lowerings.choice import narrowed
 from fp8pass.lowerings.lone_quantize import lower_alone
 from fp8pass.lowerings.merge import finish as finish_merge
 from fp8pass.lowerings.merge import merge_products
 from fp8pass.lowerings.planned import emit_planned
 from fp8pass.lowerings.producers import lower_producer
+from fp8pass.lowerings.selected import selected
 from fp8pass.lowerings.self_check import checked_plan
 from fp8pass.lowerings.site import emit_site, problem_of
 from fp8pass.lowerings.to_weight_only import (
     asks_here,
     can_be_weight_only,
+    count,
+    counted,
     forget_products,
+    give_back_quantises,
     keeps_own_nodes,
+    narrowed_to,
+    remember_why_not,
     removed,
     rewritten_from,
     to_weight_only,
     wants_weight_only,
+    why_not,
+    without_unmet,
 )
 from fp8pass.lowerings.write_out import write_out
 from fp8pass.options import Options
@@ -121,6 +129,7 @@ class Run:
     spent: int = 0
     step: str = "merge"
     rewrites: int = 0
+    used: int = 0
     _clock: float = field(default_factory=time.perf_counter)
 
     def done(self, step: str, following: str) -> None:
@@ -146,25 +155,33 @@ class Run:
         if stage != "post":
 
             def takes(draft: Draft) -> Verdict:
-                problem = problem_of(draft, target)
-                here = narrowed(self.options, problem, draft.path)
+                enough = fuel.left()
+                if not enough:
+                    return enough
+                here = narrowed_to(self.options, draft, target)
+                verdict = YES
                 if asks_here(here):
-                    verdict = can_be_weight_only(draft, target, here)
-                    if verdict or here.force is not None:
-                        return fuel.take() if verdict else verdict
-                choice = choose(target, problem, here)
-                return fuel.take() if choice.plan else choice.verdict
+                    verdict = can_be_weight_only(draft, target, self.options)
+                if not asks_here(here) or not (verdict or here.force is not None):
+                    choice = choose(target, problem_of(draft, target), here)
+                    verdict = choice.verdict
+                if verdict:
+                    fuel.take()
+                    count(draft)
+                return verdict
 
             self.rewrites += reader.split_linears(takes)
             reader.read_producers()
             reader.read_quantises()
         asked = stage != "post" and wants_weight_only(self.options)
+        unread = len(reader.unread)
         if stage != "joint" or asked:
             reader.read_products()
         if asked:
             self.rewrites += to_weight_only(bench, reader, target, self.options, fuel)
         if stage == "joint" and asked:
             forget_products(bench, reader)
+            del reader.unread[unread:]
         self.done("read", "fuse")
 
         if stage != "post":
@@ -173,12 +190,20 @@ class Run:
 
         drafts = list(reader.drafts.values())
         live = bench.live()
+        at = {True: "post", False: "joint"}  # the hook that has all products, all producers
         for draft in drafts:  # now, while the graph still says what the reasons name
             _count_readers(draft, live)
             if draft.status == "left" and draft.fused_into is None and draft.kind != "scaled_mm":
                 if removed(draft, live):
                     continue
                 draft.refuse("", not_fused(draft, live, reader.drafts))
+        self.record.selectors = selected(
+            self.options,
+            drafts,
+            reader.unread,
+            target,
+            lambda products: stage in ("all", at[products]),
+        )
         for merged in merge_products(bench, drafts) if stage != "joint" else ():
             self._lower_product(bench, merged.draft, target, fuel)
             finish_merge(bench, merged)
@@ -188,6 +213,7 @@ class Run:
                     self._lower_product(bench, draft, target, fuel)
             elif draft.status == "fused":
                 lower_producer(bench, draft, target, self.options)
+        give_back_quantises(drafts)
         self.rewrites += lower_alone(drafts, target, self.options, fuel.take)
         self.done("lower", "give back")
 
@@ -198,26 +224,38 @@ class Run:
         self.done("give back", "check")
 
         bench.finish()
+        self.used = fuel.used - self.spent
         self.done("check", "report")
         return _sites(drafts, reader)
 
     def _lower_product(self, bench: Workbench, draft: Draft, target: Target, fuel: Fuel) -> None:
         problem = problem_of(draft, target)
         session.lowered(problem)
-        options = narrowed(self.options, problem, draft.path)
+        enough = YES if counted(draft) else fuel.left()
+        if draft.verdict is not None and not enough:  # asked for as a weight-only one, without fuel
+            return
+        options, unmet = without_unmet(draft, narrowed_to(self.options, draft, target))
         session.ensure(target, problem, options)
-        choice = choose(target, problem, options)
-        if choice.note:
-            session.tell_once(choice.note)
+        try:
+            choice = choose(target, problem, options)
+        except NoKernelError:
+            if enough:
+                raise
+            draft.refuse("", enough)
+            return
+        notes = [note for note in (unmet, choice.note) if note]
+        for note in notes:
+            session.tell_once(note)
         draft.rejected = [(r.kernel, r.verdict) for r in choice.rejected]
         draft.shape = f"{problem.m}x{problem.n or 'N'}x{problem.k or 'K'}"
         if not choice.plan:
             draft.refuse("", choice.verdict)
             return
-        spent = fuel.take()
-        if not spent:
-            draft.refuse("", spent)
+        if not enough:
+            draft.refuse("", enough)
             return
+        if not counted(draft):
+            fuel.take()
         kernel = choice.plan[-1][1]
         node = draft.node
         site = emit_site(draft, problem, target, self.options.numerics)
@@ -241,7 +279,7 @@ class Run:
                 result.meta.setdefault(name, node.meta[name])
         draft.status, draft.kernel, draft.rule = "lowered", kernel.name, "scaled_mm"
         draft.plan = choice.text
-        words = (choice.why, choice.note, draft.note, rewritten_from(node))
+        words = (choice.why, *notes, draft.note, rewritten_from(node))
         draft.why = "; ".join(word for word in words if word)
         self.rewrites += 1
 
@@ -328,8 +366,6 @@ def run(
         the exception of a step that failed, None otherwise. Never raises for such a failure, except
         :class:`NoKernelError`: a forced kernel that cannot be had is the user's to know.
     """
-    from fp8pass.errors import NoKernelError
-
     record.nodes_before = record.nodes_after = len(graph.nodes)
     try:
         record.verdict = door(graph)
@@ -356,8 +392,11 @@ def run(
             raise
         return _failed(record, work.step, error, options)
     if work.rewrites == 0:
+        told = why_not(graph)
         snapshot.restore(graph)
+        remember_why_not(graph, told)
     record.sites = sites
+    record.fuel = work.used if work.rewrites else 0
     record.nodes_after = len(graph.nodes)
     return None
 

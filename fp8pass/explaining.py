@@ -73,7 +73,20 @@ def explain(model: Callable[..., Any], *inputs: Any, **options: Any) -> Report:
         torch._dynamo.reset()
     if not parts:
         return Report(note="no graph was captured: the model runs no torch operator")
-    return merge(parts)
+    report = merge(parts)
+    tell_unmatched(report)
+    return report
+
+
+def tell_unmatched(report: Report) -> None:
+    """One warning for each selector that is about no site of a model, all graphs of which are here.
+
+    ``torch.compile`` never knows that it has seen the last graph: there the report alone says so.
+    """
+    from fp8pass.tuning.session import tell_once
+
+    for item in report.unmatched:
+        tell_once(f"option {item} matched no site")
 
 
 def _ours(error: Exception) -> Exception:

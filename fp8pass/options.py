@@ -14,7 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from fp8pass.errors import OptionError, choices
-from fp8pass.selectors import items_of, parse_item
+from fp8pass.selectors import items_of, joined, parse_item
 
 ENV_PREFIX = "FP8PASS_"
 _VLLM_DISABLED = "VLLM_DISABLED_KERNELS"
@@ -38,7 +38,8 @@ class Options:
             :class:`fp8pass.errors.NoKernelError` with every reason. Also for some sites only:
             ``"down_proj=torch_row, fp8-block=triton_block"`` (:mod:`fp8pass.selectors`).
             ``"w8a16"`` (here, in ``prefer`` and in ``disable``) means the weight-only kernels:
-            forced or preferred, they take activations before their quantise, which changes numbers.
+            forced or preferred, they take activations before their quantise, which changes numbers;
+            what the quantise cuts off stays cut off, or the site is refused (docs/numerics.md).
         prefer: kernel names to try first, in this order; falls back and says so. Items as above.
         disable: kernel names never to use. Items as above.
         dump: folder for before/after graphs and reports.
@@ -154,7 +155,9 @@ def _convert(name: str, value: Any, source: str) -> Any:
         if value is None or text == "":
             return None
         try:
-            return ", ".join(items_of(value)) or None
+            return joined(items_of(value)) or None
+        except OptionError as error:
+            raise OptionError(f"{source}: {error}") from None
         except TypeError:
             raise OptionError(f"{source}: {value!r} is not a name or SITES=name") from None
     if name in ("target", "dump", "tune_cache"):
@@ -184,6 +187,8 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if name in ("prefer", "disable"):
         try:
             return items_of(value)
+        except OptionError as error:
+            raise OptionError(f"{source}: {error}") from None
         except TypeError:
             raise OptionError(f"{source}: {value!r} is not a list of kernel names") from None
     # fuel

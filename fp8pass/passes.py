@@ -132,7 +132,7 @@ class _Watchers:
 def _spent() -> int:
     """Rewrites that the earlier hook of this compile made: both live on the same fuel."""
     report = active()
-    return 0 if report is None else sum(site.status != "left" for site in report.sites)
+    return 0 if report is None else sum(record.fuel for record in report.graphs)
 
 
 def _graph_name(graph: fx.Graph) -> str:

@@ -260,7 +260,8 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "FP8-L040",
         "the kernel is for a weight-only product",
         "kernel {kernel} multiplies activations that are not quantised: other numbers than the "
-        "source's (more exact; relative L2 about 2.6 % away), so it is used on request alone",
+        "source's (more exact; relative L2 about 2.6 % away for e4m3 codes and a scale that fits), "
+        "so it is used on request alone",
         "force or prefer it (or w8a16, the best of its kind) by name",
     ),
     Reason(
@@ -275,6 +276,13 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the product {node} cannot be made a weight-only one: {why}",
         "quantise the activations as one of the recipes in docs/numerics.md, and multiply by that "
         "scale",
+    ),
+    Reason(
+        "FP8-L043",
+        "the quantise cuts values off",
+        "the product {node} cannot be made a weight-only one: its quantise cuts values off, which "
+        "is part of the function and not rounding: {why}",
+        "take the bound off the scale, or ask for w8a16 at other sites alone (SITES=w8a16)",
     ),
     Reason(
         "FP8-L070",

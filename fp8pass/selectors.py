@@ -11,11 +11,15 @@ counts for every site, or ``SITES=name``, where ``SITES`` is
 
 Of the items of ``force`` and ``linear_backend`` the first that is about a site counts; of
 ``prefer`` and ``disable`` all of them, in their order. A mapping ``{SITES: name}`` or
-``{SITES: [names]}`` is the same.
+``{SITES: [names]}`` is the same. A comma separates items, but for one in brackets: it is a
+character of a set, as in ``layers.[0,1].*``.
+
+A product that was made weight-only (W8A16) of one of codes has the schemes of both.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -40,6 +44,9 @@ SCHEMES = {
     "int8-azp": "int8 with a zero point of the activations",
 }
 _EVERYWHERE = "*"
+#: An item: no comma, but for those of a set of characters. In a set "]" may come first, as in a
+#: shell.
+_ITEM = re.compile(r"(?:\[!?\]?[^\]]*\]|[^,])+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +62,11 @@ class Item:
     name: str
     scheme: str = ""
     pattern: str = _EVERYWHERE
+
+    @property
+    def sites(self) -> tuple[str, str]:
+        """Scheme and pattern: which sites it is about."""
+        return self.scheme, self.pattern
 
     @property
     def everywhere(self) -> bool:
@@ -85,8 +97,13 @@ def parse_item(text: str) -> Item:
     """The item of a text.
 
     Raises:
-        OptionError: an empty name, an empty pattern, or a scheme that is not known.
+        OptionError: an empty name, an empty pattern, a scheme that is not known, or a comma that
+            would make two items of it.
     """
+    if len(split(text)) > 1:
+        raise OptionError(
+            f"{text!r} has a comma, which separates items; it can be in a set alone, as in [0,1]"
+        )
     sites, equals, name = text.rpartition("=")
     sites, name = sites.strip(), name.strip()
     if not name or (equals and not sites):
@@ -105,27 +122,59 @@ def parse_item(text: str) -> Item:
     return Item(name, "", sites)
 
 
+def split(text: str) -> list[str]:
+    """The texts of the items of one text; empty ones are left out."""
+    return [found.strip() for found in _ITEM.findall(text) if found.strip()]
+
+
 def items_of(value: Any) -> tuple[str, ...]:
     """An option's value as the texts of its items: from a text with commas, names or a mapping.
 
     Raises:
-        TypeError: neither of these.
+        TypeError: neither of these, or something in it that is no text.
         OptionError: an item that is not understood.
     """
     if value is None:
         return ()
     if isinstance(value, str):
-        texts: Iterable[Any] = value.split(",")
+        texts: Iterable[Any] = split(value)
     elif isinstance(value, Mapping):
         texts = [
-            f"{sites}={name}"
+            f"{_text(sites)}={_text(name)}"
             for sites, names in value.items()
             for name in ([names] if isinstance(names, str) else names)
         ]
     else:
         texts = value
-    cleaned = [str(text).strip() for text in texts]
+    cleaned = [_text(text).strip() for text in texts]
     return tuple(str(parse_item(text)) for text in cleaned if text)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not a text")
+    return value
+
+
+def joined(items: tuple[str, ...]) -> str:
+    """Items of which the first that is about a site counts, as one text.
+
+    Raises:
+        OptionError: an item can never count because one before it is about all of its sites, or
+            the text would be understood as other items.
+    """
+    parsed = [parse_item(text) for text in items]
+    for i, item in enumerate(parsed):
+        for before in parsed[:i]:
+            if item != before and (before.everywhere or before.sites == item.sites):
+                raise OptionError(
+                    f"{str(item)!r} can never count: the first item that is about a site does, "
+                    f"and {str(before)!r} comes before it"
+                )
+    text = ", ".join(items)
+    if items_of(text) != items:
+        raise OptionError(f"{text!r} is not understood: a bracket is open")
+    return text
 
 
 def names_at(items: tuple[str, ...], schemes: frozenset[str], path: str) -> tuple[str, ...]:
@@ -141,10 +190,19 @@ def first_at(items: tuple[str, ...], schemes: frozenset[str], path: str) -> str 
     return next(iter(names_at(items, schemes, path)), None)
 
 
-def schemes_of(problem: ScaledMMProblem) -> frozenset[str]:
-    """The schemes of a product."""
+def schemes_of(problem: ScaledMMProblem, act_key: str = "") -> frozenset[str]:
+    """The schemes of a product.
+
+    ``act_key``: of a weight-only product that took the place of one of codes, the key of those
+    codes. It has the schemes of both, so that what names either is about it, before and after.
+    """
     if problem.weight_only:
-        return frozenset({"w8a16"})
+        own = frozenset({"w8a16"})
+        if not act_key:
+            return own
+        from fp8pass.quant_key import QuantKey as Key
+
+        return own | _schemes(Key.parse(act_key), problem.weight)
     return _schemes(problem.activation, problem.weight)
 
 

@@ -26,6 +26,7 @@ class Draft:
         form: text of its form.
         weight_only: of a product, that it takes the place of one of codes; of a quantise, that
             such a product read its codes before.
+        codes_of: of such a product, the quantise whose codes it read before.
         note: what the report adds to the reason for the kernel.
     """
 
@@ -53,6 +54,7 @@ class Draft:
     fused_into: Draft | None = None
     match: Any = None
     weight_only: bool = False
+    codes_of: Draft | None = None
     note: str = ""
 
     @property

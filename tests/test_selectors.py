@@ -90,12 +90,53 @@ def test_a_forced_kernel_that_cannot_raises_with_every_reason() -> None:
         ("linear_backend", "fast", "'fast' is not known; allowed: 'auto', 'torch'"),
         ("linear_backend", "machete", "'machete' has no kernel in fp8pass; allowed: 'auto'"),
         ("linear_backend", 3, "SITES=name"),
+        ("force", {"a,b": "cpu"}, "has a comma"),
+        ("prefer", ["cpu", "a,b=cpu"], "has a comma"),
+        ("disable", {"layers.[0,1],up": "cpu"}, "has a comma"),
+        ("force", {"a[": "cpu", "b]": "torch_row"}, "bracket"),
+        ("force", {"fp8": ["torch_row", "cpu"]}, "'fp8=cpu' can never count.*'fp8=torch_row'"),
+        ("force", "torch_row, cpu", "'cpu' can never count"),
+        ("force", "torch_row, down_proj=cpu", "'down_proj=cpu' can never count"),
+        ("linear_backend", {"x": ["torch", "triton"]}, "'x=triton' can never count"),
+        ("prefer", {None: "cpu"}, "not a list of kernel names"),
+        ("prefer", {"x": None}, "not a list of kernel names"),
+        ("disable", [("a", "b")], "not a list of kernel names"),
+        ("force", {3: "cpu"}, "SITES=name"),
+        ("force", {"x": [None]}, "SITES=name"),
         ("tune", "always", "'off', 'cached', 'measure'"),
     ],
 )
 def test_mistakes(name: str, value: Any, word: str) -> None:
     with pytest.raises(OptionError, match=word):
         Options.resolve({}, **{name: value})
+
+
+@pytest.mark.parametrize("option", ["force", "prefer", "disable", "linear_backend"])
+def test_a_comma_in_a_set_of_characters(option: str) -> None:
+    name, other = ("torch", "triton") if option == "linear_backend" else ("torch_row", "cpu")
+    sites = {"layers.[0,2].*": name, "[!],].x": other, "y": other}
+    items = tuple(f"{place}={kernel}" for place, kernel in sites.items())
+    for value in (sites, list(items), ", ".join(items)):
+        options = Options.resolve({}, **{option: value})
+        found = {"force": options.forced, "linear_backend": options.backends}
+        assert found.get(option, getattr(options, option)) == items
+    about = parse_item(items[0]).about
+    assert about(frozenset(), "model.layers.2.up") and not about(frozenset(), "model.layers.1.up")
+
+
+def test_items_that_all_can_count() -> None:
+    """Control of the mistakes: other sites, or the same said twice."""
+    for force in (
+        "down_proj=torch_row, fp8=cpu, torch_dequant",
+        {"fp8": "torch_row", "fp8:up": "cpu"},
+        ["torch_row", "torch_row"],
+        {"x": ["torch_row"], "y": ("cpu",)},
+    ):
+        assert Options.resolve({}, force=force).forced
+    assert Options.resolve({}, prefer={"x": ["torch_row", "cpu"]}).prefer == (
+        "x=torch_row",
+        "x=cpu",
+    )
 
 
 def test_forced_and_disabled_at_once() -> None:
@@ -106,7 +147,9 @@ def test_forced_and_disabled_at_once() -> None:
     Options.resolve({}, force="torch_row", disable="down_proj=torch_row")
 
 
-WORD = st.text("abz*_.", min_size=1, max_size=6)
+WORD = st.text("abz*_.", min_size=1, max_size=6) | st.sampled_from(
+    ["[0,1]", "a.[!,]*", "[],]", "["]
+)
 
 
 @given(st.sampled_from(["", *SCHEMES]), st.just("*") | WORD, st.sampled_from(kernel_names()))

@@ -141,7 +141,14 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
             verdicts = {r.kernel: r.verdict for r in choice.rejected}
             raise NoKernelError(_cannot_force(WEIGHT_ONLY, verdicts, target))
         choice = replace(choice, why=FORCED)
-    if WEIGHT_ONLY in options.prefer and choice.note:
+    if WEIGHT_ONLY in options.prefer and not problem.weight_only and choice.why != FORCED:
+        # one name, which stands for kernels that take no codes
+        refused = no("FP8-L040", kernel=WEIGHT_ONLY, has=dtype_name(problem.activation.dtype))
+        verdicts = {r.kernel: r.verdict for r in choice.rejected} | {WEIGHT_ONLY: refused}
+        winners = tuple(kernel.name for _, kernel in choice.plan)
+        wanted = replace(wanted, prefer=options.prefer)
+        choice = replace(choice, note=_unmet(wanted, winners, verdicts))
+    elif WEIGHT_ONLY in options.prefer and choice.note:
         # of the kernels that this name stands for, any will do
         named = tuple(name for name in options.prefer if name != WEIGHT_ONLY)
         winners = tuple(kernel.name for _, kernel in choice.plan)
@@ -153,22 +160,34 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
     return choice
 
 
-def narrowed(options: Options, problem: ScaledMMProblem, path: str) -> Options:
+def narrowed(options: Options, problem: ScaledMMProblem, path: str, act_key: str = "") -> Options:
     """The options as they are for one site: names without the sites that they are for.
 
     ``force`` and ``linear_backend`` are the first item that is about the site, ``prefer`` and
     ``disable`` all of them.
+
+    ``act_key``: of a weight-only product that took the place of one of codes, the key of those
+    codes. What names the scheme before or after is about it; a forced kernel for codes says nothing
+    of how it is computed, so that of ``force`` the first weight-only kernel counts.
     """
     if not (options.force or options.prefer or options.disable or options.linear_backend):
         return options
-    schemes = schemes_of(problem)
+    schemes = schemes_of(problem, act_key)
+    forced = names_at(options.forced, schemes, path)
+    if act_key:
+        forced = tuple(filter(is_weight_only, forced)) or forced
     return replace(
         options,
-        force=first_at(options.forced, schemes, path),
+        force=next(iter(forced), None),
         prefer=names_at(options.prefer, schemes, path),
         disable=names_at(options.disable, schemes, path),
         linear_backend=first_at(options.backends, schemes, path),
     )
+
+
+def is_weight_only(name: str | None) -> bool:
+    """Whether a name asks for a weight-only product."""
+    return name == WEIGHT_ONLY or name in weight_only_names()
 
 
 def _named(names: tuple[str, ...], target: Target, problem: ScaledMMProblem) -> tuple[str, ...]:

@@ -130,12 +130,17 @@ class Fuel:
     limit: int | None
     used: int = 0
 
-    def take(self) -> Verdict:
-        """Use one unit, or refuse with FP8-F007."""
+    def left(self) -> Verdict:
+        """Whether a unit is left, else FP8-F007."""
         if self.limit is not None and self.used >= self.limit:
             return no("FP8-F007", fuel=self.limit)
-        self.used += 1
         return YES
+
+    def take(self) -> Verdict:
+        """Use one unit, or refuse with FP8-F007."""
+        verdict = self.left()
+        self.used += bool(verdict)
+        return verdict
 
 
 @dataclass(slots=True)

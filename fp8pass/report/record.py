@@ -37,6 +37,9 @@ class GraphRecord:
         files: step -> file name in the dump folder.
         number: number of the graph in the dump folder.
         from_cache: the record was written by an earlier compile, whose result was reused.
+        fuel: rewrites that count against the option ``fuel``.
+        selectors: item of an option that is for some sites only -> whether it is about a site of
+            this graph; see :attr:`Report.unmatched`.
     """
 
     name: str
@@ -52,6 +55,8 @@ class GraphRecord:
     files: dict[str, str] = field(default_factory=dict)
     number: int | None = None
     from_cache: bool = False
+    fuel: int = 0
+    selectors: dict[str, bool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.options = _plain(self.options)
@@ -104,6 +109,8 @@ _TYPES: dict[str, type | tuple[type, ...]] = {
     "files": dict,
     "number": (int, type(None)),
     "from_cache": bool,
+    "fuel": int,
+    "selectors": dict,
 }
 
 
@@ -129,6 +136,16 @@ class Report:
     def sites(self) -> list[Site]:
         """The sites of all graphs, in order."""
         return [site for graph in self.graphs for site in graph.sites]
+
+    @property
+    def unmatched(self) -> list[str]:
+        """Items of options, such as ``force="down_proj=torch_row"``, that are about no site of
+        any of these graphs."""
+        found: dict[str, bool] = {}
+        for graph in self.graphs:
+            for item, matched in graph.selectors.items():
+                found[item] = found.get(item, False) or matched
+        return [item for item, matched in found.items() if not matched]
 
     def counts(self) -> dict[tuple[str, str], int]:
         """(kind, status) -> number of sites, such as ``{("norm", "fused"): 60}``."""

@@ -50,6 +50,7 @@ def _header(report: Report) -> str:
     lines.append(title)
     if report.note:
         lines.append(f"  {report.note}")
+    lines += [f"  option {item} matched no site of the graphs below" for item in report.unmatched]
     targets = _unique(graph.target for graph in report.graphs)
     numerics = _unique(str(graph.options.get("numerics", "")) for graph in report.graphs)
     facts = [f"target {target}" for target in targets if target]

@@ -209,7 +209,9 @@ class Reader:
             if x.dim() != 2:
                 sizes = [self._size(found.x, i) for i in range(x.dim() - 1)]
                 result = bench.call(aten.reshape.default, (product, [*sizes, out.shape[-1]]), root)
-        verdict = takes(Draft("scaled_mm", "scaled product", product, {}, [], root.name, ""))
+        place = where(root)
+        draft = Draft("scaled_mm", "scaled product", product, {}, [], root.name, "", where=place)
+        verdict = takes(draft)
         if not verdict:
             while root.prev is not last:
                 bench.graph.erase_node(root.prev)

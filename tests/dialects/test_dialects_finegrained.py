@@ -11,6 +11,8 @@ from graphs import Passed, assert_same_bits, codes, run, trace, values, vector
 from spell import llama
 from stand_ins import finegrained
 
+import fp8pass
+
 OPS = finegrained()
 FORM = "float8_e4m3fn,token,float32,div,448.0,divisor,1e-12,div,-448.0,448.0"
 
@@ -124,3 +126,23 @@ def test_blocks() -> None:
             torch.testing.assert_close(a, b, rtol=2**-7, atol=2**-4)
     message = refused(fn, values(5, 256), codes(128, 256), torch.rand(2, 1))
     assert "its scales have the shape" in message
+
+
+def two(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor, s: torch.Tensor) -> tuple[Any, ...]:
+    return linear(x, w, s), linear(x, v, s)
+
+
+@pytest.mark.parametrize("options", [{}, {"force": "w8a16"}, {"prefer": "w8a16"}], ids=str)
+@pytest.mark.parametrize("fuel", [0, 1, 2, 3])
+def test_a_linear_taken_apart_and_lowered_is_one_rewrite(fuel: int, options: Any) -> None:
+    inputs = values(5, 64), codes(48, 64), codes(32, 64, seed=3), torch.tensor([0.01])
+    for sites in (
+        Passed(trace(two, *inputs), fuel=fuel, **options).record.sites,
+        fp8pass.explain(two, *inputs, fuel=fuel, **options).sites,
+    ):
+        products = [site for site in sites if site.kind == "scaled_mm"]
+        made = [site for site in products if site.status == "lowered"]
+        assert (len(products), len(made)) == (2, min(fuel, 2))
+        assert all(("w8a16" in site.kernel) == bool(options) for site in made)
+        left = [site for site in products if site.status == "left"]
+        assert all("fuel limit" in site.message for site in left)

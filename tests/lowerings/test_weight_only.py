@@ -273,6 +273,9 @@ def test_the_activations_are_no_longer_quantised(fn: Any, options: Any, stage: s
     if fn is product_of_norm:
         x = norm(x, torch.ones_like(x[0]))
     scale = sb[0, 0] if fn is product_static else sb
+    if fn is product_static:  # some values saturate, and still do
+        assert bool((x.abs() > 4.0).any())
+        x = x.clamp(-4.0, 4.0)
     wanted = (x.float() @ (w.float().t() * scale) + b.float()).double()
     (result,) = run(passed.after, *data)
     result = result.reshape(wanted.shape)
