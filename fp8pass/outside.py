@@ -73,6 +73,12 @@ def first_line(error: BaseException) -> str:
     return lines[0][:200] if lines else type(error).__name__
 
 
+def shown(path: str | os.PathLike[str]) -> str:
+    """A path for a message: as it is, if that is one line and not too long."""
+    text = os.fspath(path)
+    return text if text.isprintable() and len(text) <= 200 else shortened(text)
+
+
 def shortened(value: Any) -> str:
     """``repr`` of a value for a message, shortened; never raises for a number that is too long."""
     try:

@@ -9,7 +9,7 @@ import secrets
 from pathlib import Path
 
 from fp8pass.errors import OptionError
-from fp8pass.outside import first_line, shortened
+from fp8pass.outside import first_line, shown
 
 _SAFE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,119}")
 
@@ -18,9 +18,9 @@ def write_atomic(path: str | os.PathLike[str], text: str) -> None:
     """Write ``text`` (UTF-8) so that readers see the old file or the new one, never a part.
 
     The text goes to a temporary file in the same folder and is renamed over ``path``; the folder
-    is created if missing. What is no file of its own (``/dev/stdout``, a link) is written into
-    instead: it must not be replaced. Not ``tempfile.mkstemp``: its files are readable by their owner alone,
-    and a dump made inside a container is often read by somebody else.
+    is created if missing. A link, and what is no regular file (``/dev/stdout``), must not be
+    replaced, and is written into. Not ``tempfile.mkstemp``: its files are readable by their owner
+    alone, and a dump made inside a container is often read by somebody else.
 
     Raises:
         OSError: the folder or the file cannot be written; an existing ``path`` is left as it was.
@@ -50,7 +50,6 @@ def check_writable(path: str | os.PathLike[str]) -> None:
         OptionError: it cannot, and why.
     """
     path = Path(path)
-    shown = shortened(os.fspath(path))
     try:
         found = path.parent.is_dir()
         if found:
@@ -61,9 +60,9 @@ def check_writable(path: str | os.PathLike[str]) -> None:
                 path.unlink()
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         why = getattr(error, "strerror", None) or first_line(error)
-        raise OptionError(f"{shown} cannot be written: {why}") from error
+        raise OptionError(f"{shown(path)} cannot be written: {why}") from error
     if not found:
-        raise OptionError(f"{shown} cannot be written: its folder does not exist")
+        raise OptionError(f"{shown(path)} cannot be written: its folder does not exist")
 
 
 def safe_name(text: str) -> str:

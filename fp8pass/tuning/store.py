@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fp8pass.outside import first_line, json_of, shortened
+from fp8pass.outside import first_line, json_of, shown
 from fp8pass.report.files import slug, write_atomic
 from fp8pass.tuning.measured import Record
 
@@ -128,12 +128,6 @@ def is_folder(place: Path) -> bool:
         why = getattr(error, "strerror", None) or first_line(error)
     tell_once(f"no measurements are used, {shown(place)} cannot be read: {why}")
     return False
-
-
-def shown(path: Path) -> str:
-    """A path for a line of the log, as it is if that is one line and not too long."""
-    text = str(path)
-    return text if text.isprintable() and len(text) <= 200 else shortened(text)
 
 
 @contextlib.contextmanager
