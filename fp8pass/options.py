@@ -44,11 +44,13 @@ class Options:
         disable: kernel names never to use. Items as above.
         dump: folder for before/after graphs and reports.
         fuel: apply at most this many rewrites (for bisecting); None = no limit.
-        self_check: compare a kernel of another library with the reference on its first call; one
-            that differs or raises is disabled for the process (debugging; costs time and memory).
+        self_check: compare a kernel of another library with the reference on its first call for
+            each size (N, K, dtypes, the number of rows up to a power of two); one that differs or
+            raises is disabled for the process (debugging; costs time and memory).
         linear_backend: a value of vLLM's ``--linear-backend`` (``"torch"``, ``"cutlass"``, ...):
-            the kernels of that backend are tried first, after ``prefer``; falls back and says so.
-            Items as above; ``"auto"`` asks for nothing.
+            the kernels of that backend are tried first, after ``prefer``; falls back and says so;
+            one of which fp8pass has no kernel is an error. Items as above; ``"auto"`` asks for
+            nothing.
         tune: ``"off"``: the order of kernels is that of the shipped tables; ``"cached"``: what was
             measured on this device comes before them; ``"measure"``: what was not is measured
             while compiling. Measurements count only where ``target`` is None.
