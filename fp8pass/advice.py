@@ -18,10 +18,11 @@ from fp8pass.errors import OptionError, choices
 from fp8pass.lowerings import choose, consider, find
 from fp8pass.lowerings.recipe_facts import cost_class, preferred_recipe
 from fp8pass.options import Options
+from fp8pass.outside import shortened
 from fp8pass.problem import MRange, ScaledMMProblem
-from fp8pass.problem_spec import parse_problem
+from fp8pass.problem_spec import parse_problem, parse_sizes
 from fp8pass.survey import columns
-from fp8pass.target import Target
+from fp8pass.target import UNKNOWN, Target
 from fp8pass.tuning import session
 
 #: Recipe of :data:`fp8pass.nn.RECIPES` -> scales, as :mod:`fp8pass.problem_spec` names them.
@@ -63,13 +64,15 @@ class Workload:
         name, colon, numbers = text.strip().rpartition(":")
         if not colon and numbers in WORKLOADS:
             name, numbers = numbers, WORKLOADS[numbers]
-        found = re.fullmatch(r"(\d+)x(\d+)\+(\d+)", numbers)
-        if found is None or not int(found[1]) or not int(found[2]) + int(found[3]):
+        found = re.fullmatch(r"([0-9]{1,9})x([0-9]{1,9})\+([0-9]{1,9})", numbers)
+        batch, prompt, generated = map(int, found.groups()) if found else (0, 0, 0)
+        if not batch or not prompt + generated:
             raise OptionError(
-                f"workload {text!r} is not known; allowed: {choices(WORKLOADS)}, or sequences x "
-                "prompt + generated, such as 'decode:32x256+512'"
+                f"workload {shortened(text)} is not known; allowed: {choices(WORKLOADS)}, or "
+                "sequences x prompt + generated, such as 'decode:32x256+512', of which the "
+                "sequences and one of the others are greater than 0"
             )
-        return Workload(name or "workload", *map(int, found.groups()))
+        return Workload(name or "workload", batch, prompt, generated)
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,8 @@ class Advice:
     Attributes:
         recipe: the name for :func:`fp8pass.nn.quantize_`.
         why: a sentence.
-        basis: ``"measured"`` or ``"stated"``.
+        basis: ``"measured"`` or ``"stated"``; ``"unknown"`` for a target of that kind, of which
+            nothing is known and for which no kernel is chosen: a recipe, but no advice.
         ranking: every recipe, the best first.
         target, workload: what it is for.
         shapes: the linears, as (N, K).
@@ -143,13 +147,13 @@ def shapes_of(text: str) -> tuple[tuple[int, int], ...]:
         return MODELS[text.lower()]
     found = []
     for pair in text.split(";"):
-        sizes = [size.strip() for size in pair.replace("x", ",").split(",")]
-        if len(sizes) != 2 or not all(size.isdecimal() and int(size) for size in sizes):
+        sizes = parse_sizes(pair)
+        if sizes is None:
             raise OptionError(
-                f"model shapes {text!r} are not known; allowed: {choices(MODELS)}, or pairs "
-                "'N,K;N,K'"
+                f"model shapes {shortened(text)} are not known; allowed: {choices(MODELS)}, or "
+                "pairs of numbers > 0 as 'N,K;N,K'"
             )
-        found.append((int(sizes[0]), int(sizes[1])))
+        found.append(sizes)
     return tuple(found)
 
 
@@ -180,6 +184,14 @@ def advise(
     if fact is not None:
         order.remove(fact[0])
         order.insert(order.index("static") + 1, fact[0])
+    if target.kind == UNKNOWN:
+        order = ["dynamic", "static", "dynamic_tensor"]  # the one that asks for no calibration
+        ranked.sort(key=lambda r: order.index(r.recipe))
+        why = (
+            f"nothing is known of {target.arch}: no kernel is chosen for it, and no recipe can be "
+            "said to suit it; dynamic needs no calibration"
+        )
+        return Advice(order[0], why, UNKNOWN, tuple(ranked), target.spec, workload, tuple(shapes))
     timed = [r for r in ranked if r.milliseconds is not None and r.recipe != "dynamic_tensor"]
     if len(timed) > 1:
         ranked.sort(key=lambda r: _by_time(r, timed, order))

@@ -58,7 +58,10 @@ def build() -> "typer.Typer":
             str, typer.Option(help="dynamic, static, dynamic_tensor or all")
         ] = "dynamic",
         json: Annotated[
-            Path | None, typer.Option(help="write everything that was found to this file")
+            Path | None,
+            typer.Option(
+                help="write everything that was found to this file; its folder must exist"
+            ),
         ] = None,
         tokens: Annotated[
             int, typer.Option(help="perplexity is measured on so many tokens")
@@ -68,7 +71,9 @@ def build() -> "typer.Typer":
         skip_stock: Annotated[
             bool, typer.Option("--skip-stock", help="leave stock Inductor out")
         ] = False,
-        dump: Annotated[Path | None, typer.Option(help="folder for graphs and reports")] = None,
+        dump: Annotated[
+            Path | None, typer.Option(help="folder for graphs and reports, made if missing")
+        ] = None,
     ) -> None:
         """A real model in bf16, in FP8 under stock Inductor, and in FP8 under fp8pass."""
         _demo(json, model=model, recipe=recipe, tokens=tokens, window=window, numerics=numerics,
@@ -100,7 +105,8 @@ def build() -> "typer.Typer":
             typer.Option(metavar="NAME=VALUE", help="an option of fp8pass; may be repeated"),
         ] = None,
         json: Annotated[
-            Path | None, typer.Option(help="write graphs and report to this file")
+            Path | None,
+            typer.Option(help="write graphs and report to this file; its folder must exist"),
         ] = None,
     ) -> None:
         """The graph that a device would get, and every site of it, without the device."""
@@ -119,7 +125,10 @@ def build() -> "typer.Typer":
     @application.command()
     def coverage(
         json: Annotated[
-            Path | None, typer.Option(help="write everything that was found to this file")
+            Path | None,
+            typer.Option(
+                help="write everything that was found to this file; its folder must exist"
+            ),
         ] = None,
         family: Annotated[
             list[str] | None, typer.Option(help="only this model family; may be repeated")
@@ -128,7 +137,10 @@ def build() -> "typer.Typer":
             list[str] | None, typer.Option(help="only this recipe; may be repeated")
         ] = None,
         markdown: Annotated[
-            Path | None, typer.Option(help="write the tables of docs/coverage.md to this file")
+            Path | None,
+            typer.Option(
+                help="write the tables of docs/coverage.md to this file; its folder must exist"
+            ),
         ] = None,
     ) -> None:
         """What is fused and lowered in tiny models of real families, recipe by recipe.
@@ -165,17 +177,16 @@ def _demo(json_file: Path | None, **choices: Any) -> None:
     try:
         from fp8pass.demo.run import Plan, passed, run
         from fp8pass.demo.show import show
+        from fp8pass.report.files import check_writable, write_atomic
 
         if json_file is not None:
-            _check_writable(json_file)
+            check_writable(json_file)
         result = run(Plan(**choices))
     except (Fp8PassError, OSError) as error:
         _fail(error)
         return
     if json_file is not None:
         import json
-
-        from fp8pass.report.files import write_atomic
 
         write_atomic(json_file, json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     console = Console()
@@ -202,6 +213,7 @@ def _compile(
         from fp8pass.crossing import graphs_for
         from fp8pass.loading import load
         from fp8pass.options import Options
+        from fp8pass.report.files import check_writable, write_atomic
 
         if graph not in _GRAPHS:
             raise OptionError(f"unknown graph {graph!r}; allowed: {choices(_GRAPHS)}")
@@ -213,7 +225,7 @@ def _compile(
             named[key] = value
         Options.resolve(target=target, **named)  # before anything that takes long
         if json_file is not None:
-            _check_writable(json_file)
+            check_writable(json_file)
         program = load(name)
         found = graphs_for(
             program.model, *program.inputs, target=target, dynamic=dynamic, kwargs=program.kwargs,
@@ -224,8 +236,6 @@ def _compile(
         return
     if json_file is not None:
         import json
-
-        from fp8pass.report.files import write_atomic
 
         text = json.dumps(found.to_dict(), indent=1, ensure_ascii=False)
         write_atomic(json_file, text + "\n")
@@ -239,7 +249,7 @@ def _coverage(
     from rich.console import Console
 
     from fp8pass.errors import Fp8PassError
-    from fp8pass.report.files import write_atomic
+    from fp8pass.report.files import check_writable, write_atomic
 
     errors = Console(stderr=True)
     try:
@@ -250,7 +260,7 @@ def _coverage(
 
         for file in (json_file, markdown):
             if file is not None:
-                _check_writable(file)
+                check_writable(file)
         with errors.status("coverage") as status:
             data = cover(families or FAMILIES, recipes or RECIPES, status.update)
     except (Fp8PassError, OSError) as error:
@@ -271,16 +281,6 @@ def _coverage(
         raise SystemExit(1)
 
 
-def _check_writable(file: Path) -> None:
-    """Raise OSError now and not after minutes of work; leaves no new file behind."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    existed = file.exists()
-    with open(file, "a", encoding="utf-8"):
-        pass
-    if not existed:
-        file.unlink()
-
-
 def _explain(folder: Path, as_json: bool) -> None:
     from fp8pass.errors import Fp8PassError
     from fp8pass.report import describe_dump, load_dump
@@ -290,7 +290,9 @@ def _explain(folder: Path, as_json: bool) -> None:
     except Fp8PassError as error:
         _fail(error)
         return
-    sys.stdout.write(text)
+    # a file may name what no encoding has, such as half of a surrogate pair
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _env() -> None:

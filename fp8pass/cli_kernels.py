@@ -83,11 +83,15 @@ def add_commands(application: "typer.Typer") -> None:
             typer.Option(metavar="NAME=VALUE", help="an option of fp8pass; may be repeated"),
         ] = None,
         json: Annotated[
-            Path | None, typer.Option(help="write what was measured to this file")
+            Path | None,
+            typer.Option(help="write what was measured to this file; its folder must exist"),
         ] = None,
         table: Annotated[
             Path | None,
-            typer.Option(help="write a table as in fp8pass/lowerings/tables to this file"),
+            typer.Option(
+                help="write a table as in fp8pass/lowerings/tables to this file; its folder must "
+                "exist"
+            ),
         ] = None,
         again: Annotated[
             bool, typer.Option("--again", help="also what was measured before")
@@ -204,7 +208,7 @@ def _tune(
 ) -> None:
     from fp8pass.errors import OptionError
     from fp8pass.options import Options
-    from fp8pass.report.files import write_atomic
+    from fp8pass.report.files import check_writable, write_atomic
     from fp8pass.tuning import run, shipping
 
     if (model is None) == (not shapes):
@@ -212,7 +216,7 @@ def _tune(
     resolved = Options.resolve(**{"tune": "measure", **named_options(options)})
     for file in (json_file, table_file):
         if file is not None:
-            file.parent.mkdir(parents=True, exist_ok=True)
+            check_writable(file)
     if model is not None:
         problems = run.products_of(model, rows)
     else:

@@ -69,6 +69,12 @@ def why_not_loaded(held: torch.dtype, prefix: str, state: Mapping[str, torch.Ten
     without codes are taken for e4m3fn's.
     """
     new = state.get(prefix + "weight")
+    if new is not None and new.dtype == E4M3FNUZ != held:
+        return (
+            f"{prefix}weight is {new.dtype}: this state dict was saved after "
+            "fp8pass.prepare(model, ...) for a target of that FP8 (gfx942). Load it into a model "
+            "that is prepared for it too, or save it after fp8pass.preparation.unprepare(model)"
+        )
     if new is not None and new.dtype not in (E4M3FN, held):
         return (
             f"{prefix}weight is {new.dtype}, and an Fp8Linear holds {held} codes: load such a "

@@ -52,7 +52,7 @@ class Recipe:
     def get(recipe: str | Recipe) -> Recipe:
         """The recipe of that name. Raises :class:`OptionError` naming the allowed ones."""
         name = recipe.name if isinstance(recipe, Recipe) else recipe
-        if name not in RECIPES:
+        if name not in tuple(RECIPES):  # also what has no hash
             raise OptionError(f"unknown recipe {name!r}; allowed: {choices(RECIPES)}")
         return RECIPES[name]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from fp8pass.calibration import Calibration, calibrate
-from fp8pass.errors import Fp8PassError, OptionError, UnsupportedError
+from fp8pass.errors import Fp8PassError, OptionError, UnsupportedError, choices
 from fp8pass.fp8_linear import (
     FP8_MAX,
     RECIPES,
@@ -114,6 +114,8 @@ def quantize_(
         recipe, why = _advised(model, calibration is not None, target, workload)
         if recipe != "static":
             calibration = None
+    elif not isinstance(recipe, Recipe) and recipe not in tuple(RECIPES):
+        raise OptionError(f"unknown recipe {recipe!r}; allowed: {choices((*RECIPES, 'auto'))}")
     elif target is not None or workload is not None:
         raise OptionError("target and workload are for recipe 'auto'")
     found = Recipe.get(recipe)

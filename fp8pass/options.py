@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, cast
 
 from fp8pass.errors import OptionError, choices
+from fp8pass.outside import count_of, shortened, whole_number, why_no_path
 from fp8pass.selectors import items_of, joined, parse_item
 
 ENV_PREFIX = "FP8PASS_"
@@ -44,11 +45,13 @@ class Options:
         disable: kernel names never to use. Items as above.
         dump: folder for before/after graphs and reports.
         fuel: apply at most this many rewrites (for bisecting); None = no limit.
-        self_check: compare a kernel of another library with the reference on its first call; one
-            that differs or raises is disabled for the process (debugging; costs time and memory).
+        self_check: compare a kernel of another library with the reference on its first call for
+            each size (N, K, dtypes, the number of rows up to a power of two); one that differs or
+            raises is disabled for the process (debugging; costs time and memory).
         linear_backend: a value of vLLM's ``--linear-backend`` (``"torch"``, ``"cutlass"``, ...):
-            the kernels of that backend are tried first, after ``prefer``; falls back and says so.
-            Items as above; ``"auto"`` asks for nothing.
+            the kernels of that backend are tried first, after ``prefer``; falls back and says so;
+            one of which fp8pass has no kernel is an error. Items as above; ``"auto"`` asks for
+            nothing.
         tune: ``"off"``: the order of kernels is that of the shipped tables; ``"cached"``: what was
             measured on this device comes before them; ``"measure"``: what was not is measured
             while compiling. Measurements count only where ``target`` is None.
@@ -164,11 +167,14 @@ def _convert(name: str, value: Any, source: str) -> Any:
         if value is None or text == "":
             return None
         if text is None and name != "target" and isinstance(value, os.PathLike):
-            return os.fspath(value)
+            text = os.fsdecode(value)
         if text is None and name == "target" and hasattr(value, "spec"):
             return cast(str, value.spec)
         if text is None:
             raise OptionError(f"{source}: {value!r} is not a string")
+        why = why_no_path(text)
+        if why:
+            raise OptionError(f"{source}: {shortened(text)} cannot be a name: {why}")
         return text
     if name in _WORDS:
         if text == "":  # an empty variable is an unset one
@@ -195,9 +201,11 @@ def _convert(name: str, value: Any, source: str) -> Any:
     if value is None or text == "":
         return None
     try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        number = -1
-    if number < 0 or isinstance(value, bool) or (isinstance(value, float) and value != number):
-        raise OptionError(f"{source}: {value!r} is not allowed; allowed: a whole number >= 0")
-    return number
+        if text is not None:
+            return whole_number(text)
+        whole = isinstance(value, float) and value.is_integer()  # 3.0 is as good as 3
+        return count_of(int(value) if whole else value, name)
+    except ValueError:
+        raise OptionError(
+            f"{source}: {shortened(value)} is not allowed; allowed: a whole number >= 0"
+        ) from None

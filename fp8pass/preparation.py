@@ -21,7 +21,7 @@ from fp8pass.fp8_linear import Fp8Linear
 from fp8pass.merging import USUAL_GROUPS
 from fp8pass.merging import merge_linears as _merge
 from fp8pass.progress import track
-from fp8pass.target import HOST, Target
+from fp8pass.target import HOST, UNKNOWN, Target
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ def prepare(
         told = f"{text}; {told}" if told else text
     tiles = shuffle and target.has_library("aiter") and target.arch in ("gfx942", "gfx950")
     if not target.host and not tiles:
-        message = told or f"nothing added: the kernels of {target.spec} need no preparation"
+        message = told or f"nothing added: {_nothing_to_prepare(target)}"
         return PrepareReport(0, 0, target.spec, skipped, message, tuple(groups), converted)
 
     layers = added = 0
@@ -157,6 +157,17 @@ def _converted(linears: list[tuple[str, Fp8Linear]], target: Target) -> tuple[in
             continue
         done += convert_linear(linear, dtype)
     return done, left
+
+
+def _nothing_to_prepare(target: Target) -> str:
+    """Why a target that is not the host gets no copies."""
+    from fp8pass.lowerings import kernels
+
+    if target.kind == UNKNOWN:
+        return f"fp8pass does not know {target.arch}, and has no kernel for it"
+    if any(target.kind in kernel.kinds and kernel.requirements(target) for kernel in kernels()):
+        return f"the kernels of {target.spec} need no preparation"
+    return f"fp8pass has no kernel for {target.spec}"
 
 
 def _tiles_reason(linear: Fp8Linear) -> str | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fp8pass.outside import whole_number
 from fp8pass.quant_key import PER_TENSOR, QuantKey, ScaleDesc
 from fp8pass.target import HOST
 
@@ -44,12 +45,15 @@ class MRange:
 
     @staticmethod
     def parse(text: str) -> MRange:
-        """The inverse of ``str``. Raises ValueError for anything else."""
+        """The inverse of ``str``. Raises ValueError for anything else, also for ``9-2``."""
         lo, dash, hi = text.partition("-")
-        first = int(lo)
+        first = whole_number(lo)
         if not dash:
             return MRange(first, first)
-        return MRange(first, int(hi) if hi else None)
+        last = whole_number(hi) if hi else None
+        if last is not None and last < first:
+            raise ValueError(f"the range {text} ends before it begins")
+        return MRange(first, last)
 
     def __str__(self) -> str:
         if self.static:

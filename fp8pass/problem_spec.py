@@ -13,6 +13,7 @@ from typing import TypeVar
 import torch
 
 from fp8pass.errors import OptionError, choices
+from fp8pass.outside import shortened, whole_number
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.quant_key import QuantKey, dtype_name
 from fp8pass.target import HOST, Target
@@ -46,8 +47,8 @@ def parse_problem(text: str, target: Target | None = None) -> ScaledMMProblem:
     granularities (``token x channel``), or two keys (``float8_e4m3fn/dynamic/token x
     float8_e4m3fn/static/channel``). Then, in any order:
 
-    - ``m=17``, ``m=1-64``, ``m=0-`` (default: any number of rows);
-    - ``n=4096``, ``k=4096`` (the default), ``n=any`` for a size that is not known;
+    - ``m=17``, ``m=1-64``, ``m=0-`` (default: any number of rows), but not ``m=0``;
+    - ``n=4096``, ``k=4096`` (the default), greater than 0, ``n=any`` for a size that is not known;
     - ``out=bf16`` (the default), ``fp16`` or ``fp32``;
     - ``bias`` (in the dtype of the result), ``bias=fp32``;
     - ``fast_accum``, ``prepared``, ``padded`` (rows with a gap between them), ``a=row|col|strided``
@@ -79,7 +80,7 @@ def parse_problem(text: str, target: Target | None = None) -> ScaledMMProblem:
     return ScaledMMProblem(
         activation=activation,
         weight=weight,
-        m=_range(text, values.get("m", _ANY)),
+        m=parse_rows(values.get("m", _ANY), f"problem {text!r}: "),
         n=_size(text, "n", values.get("n", "4096")),
         k=_size(text, "k", values.get("k", "4096")),
         out_dtype=out,
@@ -177,20 +178,44 @@ def _any_dtype(text: str, name: str | None) -> torch.dtype | None:
     return found
 
 
-def _range(text: str, value: str) -> MRange:
+def parse_rows(value: str, where: str = "") -> MRange:
+    """The range of rows that ``17``, ``1-64``, ``1-`` or ``any`` names; not one of no rows alone.
+
+    Raises:
+        OptionError: anything else; ``where`` stands before the message.
+    """
     if value == _ANY:
         return MRange()
     try:
-        return MRange.parse(value)
+        found = MRange.parse(value)
     except ValueError:
+        found = None
+    if found is None or found.hi == 0:
         raise OptionError(
-            f"problem {text!r}: m={value!r}; allowed: a number, 'LO-HI', 'LO-' or {_ANY!r}"
-        ) from None
+            f"{where}m={shortened(value)}; allowed: a number > 0, 'LO-HI' with LO <= HI, 'LO-' or "
+            f"{_ANY!r}"
+        )
+    return found
+
+
+def parse_sizes(text: str) -> tuple[int, int] | None:
+    """N and K of ``"N,K"``, both greater than 0; None for anything else."""
+    try:
+        n, k = (whole_number(part.strip()) for part in text.split(","))
+    except ValueError:
+        return None
+    return (n, k) if n and k else None
 
 
 def _size(text: str, name: str, value: str) -> int | None:
     if value == _ANY:
         return None
-    if not value.isdecimal():
-        raise OptionError(f"problem {text!r}: {name}={value!r}; allowed: a number or {_ANY!r}")
-    return int(value)
+    try:
+        number = whole_number(value)
+    except ValueError:
+        number = 0
+    if not number:
+        raise OptionError(
+            f"problem {text!r}: {name}={shortened(value)}; allowed: a number > 0 or {_ANY!r}"
+        )
+    return number

@@ -60,7 +60,7 @@ class GroupShape:
         for (row, col), name in _GROUP_NAMES.items():
             if name == text:
                 return GroupShape(row, col)
-        block = re.fullmatch(r"group([1-9][0-9]*)x([1-9][0-9]*)", text)
+        block = re.fullmatch(r"group([1-9][0-9]{0,17})x([1-9][0-9]{0,17})", text)
         if block is not None:
             return GroupShape(int(block[1]), int(block[2]))
         allowed = ", ".join(_GROUP_NAMES.values())

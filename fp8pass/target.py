@@ -147,7 +147,7 @@ class Target:
 
     def library_version(self, name: str) -> tuple[int, int] | None:
         """(major, minor) of a kernel library; None if it is not there or its version not known."""
-        numbers = re.match(r"(\d+)\.(\d+)", dict(self.libraries).get(name, ""))
+        numbers = re.match(r"([0-9]{1,9})\.([0-9]{1,9})", dict(self.libraries).get(name, ""))
         return None if numbers is None else (int(numbers[1]), int(numbers[2]))
 
     def key(self) -> tuple[object, ...]:
@@ -180,7 +180,7 @@ class Target:
                     f"unknown library {library!r} in target {text!r}; allowed: "
                     f"{', '.join(LIBRARIES)}"
                 )
-            if "==" in part and re.match(r"\d+\.\d+", version) is None:
+            if "==" in part and re.match(r"[0-9]{1,9}\.[0-9]{1,9}", version) is None:
                 raise OptionError(f"{part!r} in target {text!r} has no version such as 0.21")
             found[library] = version or found.get(library, "")
         if arch not in _ARCHITECTURES:

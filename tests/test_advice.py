@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import pytest
@@ -28,15 +29,26 @@ def test_workloads() -> None:
     assert Workload.parse("4x10+0").steps == ((40, 1),)
     assert Workload.parse("4x0+10").steps == ((4, 10),)
     assert {Workload.parse(name).name for name in WORKLOADS} == set(WORKLOADS)
-    for bad in ("", "decoding", "decode:32x256", "0x1+1", "1x0+0", "-1x2+3"):
+    for bad in (
+        "",
+        "decoding",
+        "decode:32x256",
+        "0x1+1",
+        "1x0+0",
+        "-1x2+3",
+        "\u0663x1+1",
+        f"{'9' * 5000}x1+1",
+        "1x2+3+4",
+        "decode:",
+    ):
         with pytest.raises(OptionError, match="allowed: 'decode'"):
             Workload.parse(bad)
 
 
 def test_shapes() -> None:
     assert shapes_of("Llama-3-8B") == MODELS["llama-3-8b"]
-    assert shapes_of("64,32;16x8") == ((64, 32), (16, 8))
-    for bad in ("", "gpt", "64", "64,0", "1,2,3"):
+    assert shapes_of("64,32;16, 8") == ((64, 32), (16, 8))
+    for bad in ("", "gpt", "64", "64,0", "1,2,3", "1x2", "64,32;", "\u0663,1", f"1,{'9' * 5000}"):
         with pytest.raises(OptionError, match="allowed: 'llama-3-8b'"):
             shapes_of(bad)
 
@@ -52,6 +64,19 @@ def test_every_target_gets_a_recipe_and_a_sentence(name: str) -> None:
             assert found.recipe == found.ranking[0].recipe
             assert (found.recipe == "static") <= calibrated
             assert found.recipe in found.text() and json.dumps(found.to_dict())
+
+
+def test_nothing_is_advised_for_a_target_that_is_not_known(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it is not known is said there too
+        target = Target.parse("sm999")
+        found = advise(target, MODELS["llama-3-8b"], DECODE, Options(target="sm999"))
+        assert (found.basis, found.recipe) == ("unknown", "dynamic")
+        assert "nothing is known of sm999" in found.why and "(unknown)" in found.text()
+        code, out, _ = command(capsys, "--target", "sm999")
+        assert code == 0 and out.count("dynamic (unknown): nothing is known of sm999") == 3
 
 
 def test_stated_facts() -> None:

@@ -162,8 +162,21 @@ def test_state_dicts(recipe: str) -> None:
         assert other.linear.weight.dtype == FNUZ
         assert torch.equal(other(x.float()), wanted)
     fresh = made(recipe, models.Pair)
-    with pytest.raises(RuntimeError, match="e4m3fnuz"):
+    with pytest.raises(RuntimeError, match=r"prepared for it too") as info:
         fresh.load_state_dict(converted)
+    assert "before quantize_" not in str(info.value) and "gfx942" in str(info.value)
+    prepare(fresh, "gfx942")  # as it says
+    fresh.load_state_dict(converted)
+    assert torch.equal(fresh(x.float()), wanted)
+    unprepare(other)
+    saved = other.state_dict()  # or as it says
+    again = made(recipe, models.Pair)
+    again.load_state_dict(saved)
+    assert again.linear.weight.dtype == torch.float8_e4m3fn
+    prepare(other, "gfx942")
+    wide = {name: value.to(torch.bfloat16) for name, value in original.items()}
+    with pytest.raises(RuntimeError, match="before quantize_"):
+        again.load_state_dict(wide)
     partial = {name: value for name, value in original.items() if not name.endswith(".weight")}
     with pytest.raises(RuntimeError, match="beside its scales"):
         other.load_state_dict(partial, strict=False)

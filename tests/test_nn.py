@@ -146,6 +146,9 @@ def test_static_needs_a_calibration_and_leaves_what_it_did_not_reach() -> None:
         quantize_(model, "static", calibration={})
     with pytest.raises(OptionError, match="takes no calibration"):
         quantize_(model, "dynamic", calibration=Calibration({}))
+    for other in ("nope", ["dynamic"], None):
+        with pytest.raises(OptionError, match=r"unknown recipe .*'dynamic_tensor', 'auto'"):
+            quantize_(model, other)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="'fp4'.*'dynamic'"):
         quantize_(model, "fp4")
     with pytest.raises(UnsupportedError, match="from_linear"):

@@ -97,6 +97,9 @@ BAD: list[tuple[str, Any, str]] = [
     ("prefer", 5, "list"),
     ("disable", "fastest,other", KERNELS[0]),
     ("dump", 3, "string"),
+    ("fuel", "\u0663", ">= 0"),
+    ("fuel", "1_0", ">= 0"),
+    ("fuel", "1e3", ">= 0"),
 ]
 
 
@@ -107,6 +110,26 @@ def test_bad_values(name: str, value: Any, allowed: str) -> None:
     assert allowed in str(info.value)
     shown = str(value[0]) if isinstance(value, list) else str(value).split(",")[0]
     assert shown in str(info.value)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [10**5000, -(10**5000), "9" * 5000, 1e300, 2**63],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_number_that_is_too_large_is_not_taken(value: Any) -> None:
+    with pytest.raises(OptionError, match=r"option fuel.*>= 0") as info:
+        resolve(fuel=value)
+    assert len(str(info.value)) < 200
+    assert resolve(fuel=2**63 - 1).fuel == 2**63 - 1 and resolve(fuel=3.0).fuel == 3
+
+
+@pytest.mark.parametrize("name", ["dump", "tune_cache", "target"])
+@pytest.mark.parametrize("value", ["\0", "a\0b", "\ud800"])
+def test_what_no_file_can_be_called_is_not_taken(name: str, value: str) -> None:
+    with pytest.raises(OptionError, match=f"option {name}: .*cannot be a name") as info:
+        resolve(**{name: value})
+    assert str(info.value).isprintable()
 
 
 def test_a_bad_variable_is_named() -> None:

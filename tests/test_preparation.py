@@ -16,6 +16,7 @@ from fp8pass.errors import OptionError, UnsupportedError
 from fp8pass.kernels import cpu
 from fp8pass.nn import RECIPES, Fp8Linear, calibrate, quantize_
 from fp8pass.preparation import prepare, unprepare
+from fp8pass.survey import targets
 from fp8pass.target import Target
 
 
@@ -105,6 +106,23 @@ def test_targets_that_need_nothing(target: Target | str) -> None:
     report = prepare(model, target)
     assert (report.layers, report.bytes, prepared_layers(model)) == (0, 0, 0)
     assert "no preparation" in report.message
+
+
+@pytest.mark.filterwarnings("ignore:fp8pass does not know")
+@pytest.mark.parametrize(
+    ("target", "words"),
+    [
+        ("sm90a", "fp8pass does not know sm90a, and has no kernel for it"),
+        ("gfx9999", "fp8pass does not know gfx9999"),
+        ("xpu-pvc", "fp8pass has no kernel for xpu-pvc"),
+        ("sm75", "sm75"),
+    ],
+)
+def test_targets_without_a_kernel_say_so(target: str, words: str) -> None:
+    report = prepare(make(), target)
+    assert report.layers == 0 and words in report.message
+    has = any(row["name"] == target and row["kernels"] for row in targets())
+    assert ("no preparation" in report.message) == has
 
 
 def test_errors_and_skips() -> None:

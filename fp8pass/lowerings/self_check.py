@@ -3,10 +3,14 @@
 A debugging aid. With it, a site that such a kernel takes becomes a plan that names, behind each of
 them, the kernel that would have been chosen without it: ``"0-31=vllm_cutlass_block|triton_block"``.
 The plan is an argument in the graph, so that it survives a hit in Inductor's cache. On the first
-call for each size a kernel is run on random data and compared with a float64 product; if that
-differs by more than the contract allows, or anything is raised, then or later, the kernel is
-disabled for the process, which is logged as an error, and the next one runs. Nothing is compared
+call for each size a kernel is run on random data of that size and compared with a float64 product;
+if that differs by more than the contract allows, or anything is raised, then or later, the kernel
+is disabled for the process, which is logged as an error, and the next one runs. Nothing is compared
 while a CUDA graph is captured: there, what was not compared before is passed over.
+
+A size is N, K, the dtypes and the number of rows up to the next power of two, since libraries have
+other tiles for other numbers of rows; from :data:`_ROWS` on all are one size. Of many rows
+:data:`_SEEN`, spread over all of them, are compared.
 """
 
 from __future__ import annotations
@@ -32,7 +36,9 @@ REFERENCE = "reference"
 #: Between a kernel and what runs in its place.
 OR = "|"
 #: Most rows of the random data.
-_ROWS = 256
+_ROWS = 4096
+#: Most rows of it that are compared.
+_SEEN = 256
 
 #: a, b, scale_a, scale_b, bias
 _Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, "torch.Tensor | None"]
@@ -139,7 +145,8 @@ class Checked:
         if not a.shape[0]:  # nothing that could be wrong, and nothing that was compared
             return True
         offset = None if bias is None else bias.dtype
-        size = (kernel.name, *b.shape, out_dtype, offset, fast_accum, self.keys, a.device)
+        rows = min(1 << (a.shape[0] - 1).bit_length(), _ROWS)
+        size = (kernel.name, rows, *b.shape, out_dtype, offset, fast_accum, self.keys, a.device)
         if size in _compared:
             return True
         if a.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -180,7 +187,8 @@ def _random(
     scale_b: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> _Operands:
-    """Operands as those given (at most 256 rows), random, without touching torch's generators."""
+    """Operands as those given (at most :data:`_ROWS` rows), random, without touching torch's
+    generators."""
     generator = torch.Generator(a.device).manual_seed(0)
 
     def normal(like: torch.Tensor, size: float) -> torch.Tensor:
@@ -193,7 +201,7 @@ def _random(
         values = torch.rand(like.shape, device=like.device, generator=generator)
         return torch.empty_like(like).copy_(values + 0.1)
 
-    rows = min(a.shape[0], _ROWS)
+    rows = min(a.shape[0], _ROWS) if _by_rows(scale_a, a.shape[0]) else a.shape[0]
     if scale_a.dim() == 2 and scale_a.shape[0] == a.shape[0]:
         scale_a = scale_a[:rows]
     size = 40.0 if a.dtype == torch.int8 else 4.0
@@ -201,13 +209,26 @@ def _random(
     return *made, None if bias is None else normal(bias, 1.0)
 
 
+def _by_rows(scale: torch.Tensor, rows: int) -> bool:
+    """Whether some of the rows can be taken with their scales: one for each row, or for all."""
+    return scale.dim() < 2 or scale.shape[0] in (1, rows)
+
+
 def _difference(
     out: torch.Tensor, given: _Operands, out_dtype: torch.dtype, keys: str, reduced: bool
 ) -> str:
     """What is wrong with ``out``, in words; ``""`` if it keeps the contract."""
     a, b, scale_a, scale_b, bias = given
-    if out.dtype != out_dtype or tuple(out.shape) != (a.shape[0], b.shape[1]):
+    rows = a.shape[0]
+    if out.dtype != out_dtype or tuple(out.shape) != (rows, b.shape[1]):
         return f"it returned {out.dtype}{tuple(out.shape)}"
+    if rows > _SEEN and _by_rows(scale_a, rows):
+        at = [i * (rows - 1) // (_SEEN - 1) for i in range(_SEEN)]  # the first and the last too
+        seen = torch.tensor(at, device=a.device)
+        if scale_a.dim() == 2 and scale_a.shape[0] == rows:
+            scale_a = scale_a[seen]
+        out = out[seen]
+        a = a.view(torch.uint8)[seen].view(a.dtype)
     wide = []
     for codes, scale, text in zip((a, b), (scale_a, scale_b), keys.split(";"), strict=True):
         group = QuantKey.parse(text).scale.group

@@ -28,6 +28,7 @@ from typing import Any
 from torch import fx
 
 from fp8pass.errors import OptionError
+from fp8pass.outside import json_of
 from fp8pass.report.files import slug, write_atomic
 from fp8pass.report.graph_text import graph_text, live_module
 from fp8pass.report.record import SCHEMA, GraphRecord, Report, merge
@@ -244,10 +245,10 @@ def _read_records(folder: Path) -> list[tuple[int, dict[str, Any], Report | None
         data: dict[str, Any] = {}
         report = None
         try:
-            loaded = json.loads((folder / name).read_text(encoding="utf-8"))
+            loaded = json_of((folder / name).read_text(encoding="utf-8"))
             data = loaded if isinstance(loaded, dict) else {}
             report = Report.from_dict(data) if "graphs" in data else None
-        except ValueError:
+        except (OSError, ValueError):
             pass
         found.append((int(match[1]), data, report))
     return sorted(found, key=lambda item: item[0])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fp8pass.outside import amount_of, json_of
 from fp8pass.reasons import Verdict
 from fp8pass.report.files import write_atomic
 from fp8pass.report.site import KINDS, STATUSES, Site
@@ -90,10 +91,21 @@ class GraphRecord:
         for name, kind in _TYPES.items():
             if name in values and not isinstance(values[name], kind):
                 raise TypeError(f"graph field {name!r} has a bad value {values[name]!r}")
+        for name, seconds in values.get("seconds", {}).items():
+            amount_of(seconds, f"seconds of {name}")
+        if not all(isinstance(file, str) for file in values.get("files", {}).values()):
+            raise TypeError("graph field 'files' has a bad value")
         values["sites"] = [Site.from_dict(site) for site in values.get("sites", ())]
         if values.get("verdict") is not None:
-            values["verdict"] = Verdict(**values["verdict"])
+            values["verdict"] = _verdict(values["verdict"])
         return GraphRecord(**values)
+
+
+def _verdict(data: Any) -> Verdict:
+    for name, value in data.items():
+        if not isinstance(value, bool if name == "ok" else str):
+            raise TypeError(f"verdict field {name!r} has a bad value {value!r}")
+    return Verdict(**data)
 
 
 _TYPES: dict[str, type | tuple[type, ...]] = {
@@ -235,7 +247,7 @@ class Report:
             OSError: the file cannot be read.
             ValueError: it is not an fp8pass report of this schema version.
         """
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json_of(Path(path).read_text(encoding="utf-8"))
         if not isinstance(data, dict):
             raise ValueError(f"not an fp8pass report: {path}")
         return Report.from_dict(data)

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from fp8pass.outside import amount_of, count_of
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.problem_spec import problem_text
 
@@ -39,10 +40,10 @@ class Point:
     @staticmethod
     def from_dict(data: Any) -> Point:
         """Raises ValueError, TypeError or KeyError for what :meth:`to_dict` never gives."""
-        us = {str(name): float(value) for name, value in data["us"].items()}
-        if not all(math.isfinite(value) and value >= 0 for value in us.values()):
-            raise ValueError("a time that is not a number")
-        m, rows = MRange.parse(data["m"]), int(data["rows"])
+        us = {
+            str(name): amount_of(value, f"a time of {name}") for name, value in data["us"].items()
+        }
+        m, rows = MRange.parse(data["m"]), count_of(data["rows"], "rows")
         if not m.covers(MRange(rows, rows)):
             raise ValueError(f"{rows} rows are outside {m}")
         return Point(m, rows, us)

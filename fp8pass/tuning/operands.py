@@ -16,6 +16,9 @@ from fp8pass.problem import ScaledMMProblem
 from fp8pass.quant_key import QuantKey
 from fp8pass.target import HOST, Target
 
+#: No operand is made with more elements: it is either a slip or has no place beside the others.
+_MOST = 2**35
+
 _NAMES = ("a", "b", "scale_a", "scale_b", "bias", "prepared")
 
 
@@ -49,6 +52,9 @@ def why_not_measured(problem: ScaledMMProblem) -> str:
         return f"a prepared copy in {problem.prepared_dtype}"
     if min(problem.n, problem.k) == 0:
         return "the product is empty"
+    rows = problem.m.lo if problem.m.hi is None else problem.m.hi if problem.m.static else 0
+    if max(problem.n * problem.k, rows * problem.k, rows * problem.n) > _MOST:
+        return f"an operand or the result has more than {_MOST} elements"
     if (problem.a_layout, problem.b_layout) != ("row", "col"):
         return f"operands in layout {problem.a_layout} and {problem.b_layout}"
     for key in (problem.activation, problem.weight):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,8 +12,9 @@ from fp8pass.errors import OptionError, UnsupportedError
 from fp8pass.lowerings import choose
 from fp8pass.lowerings.choice import narrowed
 from fp8pass.options import Options
+from fp8pass.outside import first_line, shortened
 from fp8pass.problem import ScaledMMProblem
-from fp8pass.problem_spec import parse_problem, problem_text
+from fp8pass.problem_spec import parse_problem, parse_rows, parse_sizes, problem_text
 from fp8pass.progress import track
 from fp8pass.survey import columns
 from fp8pass.target import Target
@@ -39,6 +41,13 @@ class Tuned:
     file: Path
     products: tuple[tuple[ScaledMMProblem, Record | None, str, str], ...]
 
+    @property
+    def kept(self) -> bool:
+        """Whether something was measured, now or before, that lies in the file."""
+        if all(record is None for _, record, _, _ in self.products):
+            return False
+        return os.path.isfile(self.file)  # the folder may not be one that can be written
+
     def to_dict(self) -> dict[str, Any]:
         """As plain data."""
         return {
@@ -46,7 +55,7 @@ class Tuned:
             "target": self.target.spec,
             "measured_on": self.identity,
             "method": METHOD,
-            "file": str(self.file),
+            "file": str(self.file) if self.kept else None,
             "products": [
                 {"product": problem_text(problem), "plan": plan, "not_measured": why}
                 | ({} if record is None else record.to_dict())
@@ -61,7 +70,8 @@ class Tuned:
 
     def text(self) -> str:
         """For people: a line for each range of M, and what was refused."""
-        blocks = [f"{self.identity['device']} ({self.target.spec}), kept in {self.file}"]
+        kept = f"kept in {self.file}" if self.kept else "nothing is kept"
+        blocks = [f"{self.identity['device']} ({self.target.spec}), {kept}"]
         for problem, record, plan, why in self.products:
             lines = [problem_text(problem), f"  {plan or 'no kernel'}"]
             if why:
@@ -90,13 +100,14 @@ def products_of_shapes(
         OptionError: a part of one that is not understood.
     """
     target = Target.detect()
+    spans = [parse_rows(m, "rows ") for m in rows or ("0-",)]
     found = []
     for shape in shapes:
-        sizes = [part.strip() for part in shape.replace("x", ",").split(",")]
-        if len(sizes) != 2 or not all(size.isdecimal() for size in sizes):
-            raise OptionError(f"shape {shape!r} is not N,K")
+        sizes = parse_sizes(shape)
+        if sizes is None:
+            raise OptionError(f"shape {shortened(shape)} is not N,K, two numbers > 0")
         for kind in scales:
-            for m in rows or ("0-",):
+            for m in spans:
                 text = f"{kind}, m={m}, n={sizes[0]}, k={sizes[1]}"
                 found.append(parse_problem(f"{text}, {more}" if more else text, target))
     return found
@@ -116,6 +127,7 @@ def products_of(name: str, rows: Sequence[str] = ()) -> list[ScaledMMProblem]:
     from fp8pass.crossing import graphs_for
     from fp8pass.loading import load
 
+    spans = [parse_rows(m, "rows ") for m in rows]
     program = load(name)
     target = Target.detect()
     with session.listening() as heard:
@@ -126,7 +138,6 @@ def products_of(name: str, rows: Sequence[str] = ()) -> list[ScaledMMProblem]:
         raise UnsupportedError(f"no scaled product was found in {name!r}")
     if not rows:
         return list(dict.fromkeys(heard))
-    spans = [parse_problem(f"row, m={m}").m for m in rows]
     return list(dict.fromkeys(replace(p, m=m) for p in heard for m in spans))
 
 
@@ -171,16 +182,17 @@ def tune(
                 for _ in wanted:
                     yield problem, Record()
                 continue
-            yield from (
-                (problem, part)
+            try:
                 for part in measure(
                     target,
                     problem,
                     device,
                     numerics=options.numerics,
                     disabled=narrowed(options, problem, "").disable,
-                )
-            )
+                ):
+                    yield problem, part
+            except (RuntimeError, MemoryError) as error:  # a kernel's own are in its record
+                whys[problem] = f"{type(error).__name__}: {first_line(error)}"
 
     made: dict[ScaledMMProblem, Record] = {}
     for problem, part in track(work(), "measuring", total=steps, progress=progress):

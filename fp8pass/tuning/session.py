@@ -49,7 +49,7 @@ def measured_for(target: Target, options: Options) -> Measured:
     if not uses_measurements(options):
         return NOTHING
     place = folder(options)
-    if not place.is_dir() and not _own:  # the usual case: nothing was ever measured
+    if not store.is_folder(place) and not _own:  # the usual case: nothing was ever measured
         return NOTHING
     identity = identity_of(target)
     path = store.file_for(place, identity)
@@ -148,14 +148,14 @@ def digest(options: Options) -> str:
 def _listed(place: Path) -> list[Path]:
     try:
         return list(place.iterdir())
-    except OSError:
+    except (OSError, ValueError):
         return []
 
 
 def _stamp(path: Path) -> object:
     try:
         stat = path.stat()
-    except OSError:
+    except (OSError, ValueError):
         return None
     return (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 

@@ -14,10 +14,12 @@ import hashlib
 import json
 import logging
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from fp8pass.outside import first_line, json_of, shown
 from fp8pass.report.files import slug, write_atomic
 from fp8pass.tuning.measured import Record
 
@@ -49,38 +51,39 @@ def file_for(folder: Path, identity: dict[str, Any]) -> Path:
 def load(path: Path, identity: dict[str, Any]) -> dict[str, Record]:
     """The records of a file; none if there is none or it does not count, which is said once."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return parse(path.read_text(encoding="utf-8"), identity)
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is not text"
-        tell_once(f"measurements in {path} are not used: {type(error).__name__}: {why}")
-        return {}
-    try:
-        return parse(text, identity)
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        line = str(error).splitlines()[0] if str(error) else ""
-        tell_once(f"measurements in {path} are not used: {type(error).__name__}: {line}")
-        return {}
+    except UnicodeDecodeError:
+        why = "it is not text"
+    except OSError as error:
+        why = f"{type(error).__name__}: {error.strerror}"
+    except Exception as error:  # whatever is wrong with it, it costs speed and not a compile
+        why = f"{type(error).__name__}: {first_line(error)}"
+    tell_once(f"measurements in {shown(path)} are not used: {why}")
+    return {}
 
 
 def parse(text: str, identity: dict[str, Any]) -> dict[str, Record]:
     """Records from the text of a file.
 
     Raises:
-        ValueError, TypeError, KeyError, AttributeError: not such a text, another schema, or
-            measured on something else, which the message names.
+        ValueError: not such a text, another schema, or measured on something else, which the
+            message names.
     """
-    data = json.loads(text)
-    if data["schema"] != SCHEMA:
-        raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
-    has = data["measured_on"]
-    for name in sorted({*has, *identity}):
-        if has.get(name) != identity.get(name):
-            raise ValueError(
-                f"measured with {name} {has.get(name)!r}, here it is {identity.get(name)!r}"
-            )
-    return {str(key): Record.from_dict(item) for key, item in data["products"].items()}
+    data = json_of(text)
+    try:
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']!r}, this version reads {SCHEMA}")
+        has = data["measured_on"]
+        for name in sorted({*has, *identity}):
+            if has.get(name) != identity.get(name):
+                raise ValueError(
+                    f"measured with {name} {has.get(name)!r}, here it is {identity.get(name)!r}"
+                )
+        return {str(key): Record.from_dict(item) for key, item in data["products"].items()}
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"it holds no measurements: {error!r}") from error
 
 
 def render(records: dict[str, Record], identity: dict[str, Any], method: dict[str, Any]) -> str:
@@ -106,10 +109,25 @@ def save(
                 found[key] = found[key].merged(record) if key in found else record
             write_atomic(path, render(found, identity, method))
             return found
-    except OSError as error:
-        why = error.strerror or type(error).__name__
-        tell_once(f"measurements are not kept, {path.parent} cannot be written: {why}")
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        why = getattr(error, "strerror", None) or first_line(error)
+        tell_once(f"measurements are not kept, {shown(path.parent)} cannot be written: {why}")
         return dict(records)
+
+
+def is_folder(place: Path) -> bool:
+    """Whether there is such a folder; where something else is wrong than that it was not made yet,
+    that is said once."""
+    try:
+        if stat.S_ISDIR(os.stat(place).st_mode):
+            return True
+        why = "it is no folder"
+    except FileNotFoundError:
+        return False
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or first_line(error)
+    tell_once(f"no measurements are used, {shown(place)} cannot be read: {why}")
+    return False
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,19 @@ from fp8pass.lowerings import EmitSite
 from fp8pass.problem import MRange, ScaledMMProblem, unquantised
 from fp8pass.quant_key import QuantKey, dtype_name
 from fp8pass.target import Target
+
+ROW = ("token", "channel")
+BLOCKS = ("group1x128", "group128x128")
+INT8 = (torch.int8, torch.int8)
+#: INT8 with a zero point
+ASYM = ("token/asym", "channel")
+ZERO: dict[str, object] = {
+    "dtypes": (torch.int8, torch.int8), "zero": "int32", "zero_dtype": torch.int32,
+}  # fmt: skip
+
+
+def with_torch(name: str, version: str) -> Target:
+    return replace(Target.parse(name), runtime=(("torch", version),))
 
 
 def problem(

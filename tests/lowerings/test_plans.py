@@ -176,6 +176,40 @@ def test_bad_tables(change: dict[str, Any], word: str) -> None:
         parse(json.dumps({"schema": SCHEMA, "entries": [], **change}))
 
 
+ENTRY = {"activation": "token", "weight": "channel", "m": "0-64", "order": ["triton_skinny"]}
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "null", "{}", "[" * 100_000, '{"schema": 1}', '{"schema": 1, "entries": [5]}']
+    + [
+        json.dumps({"schema": SCHEMA, "entries": [{**ENTRY, **change}]})
+        for change in (
+            {"m": 5}, {"m": "9-2"}, {"n": "-1"}, {"k": "\u0663"}, {"m": "9" * 400}, {"m": "1e999"},
+            {"order": "triton_skinny"}, {"order": [1]}, {"order": None},
+        )
+    ],
+    ids=lambda text: text[-40:],
+)  # fmt: skip
+def test_a_damaged_table_orders_nothing(
+    text: str, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is shipped, so that this is a damaged installation: a line, and static priority."""
+    file = tmp_path / "sm90.json"
+    monkeypatch.setattr(tables, "files", lambda: [file])
+    file.write_text(json.dumps({"schema": SCHEMA, "entries": [ENTRY]}))
+    tables._load.cache_clear()
+    try:
+        assert table_for(SM90).entries[0].order == ("triton_skinny",)
+        file.write_text(text)
+        tables._load.cache_clear()
+        assert table_for(SM90) is tables.EMPTY
+    finally:
+        tables._load.cache_clear()
+    (line,) = caplog.records
+    assert "sm90.json is not used" in line.message and "\n" not in line.message
+
+
 # ---- the operator --------------------------------------------------------------------------------
 
 

@@ -216,6 +216,50 @@ def test_an_error_later_disables_too(make: Make) -> None:
     assert calls == [5, 5, 33]
 
 
+def test_what_was_right_and_raises_later_is_disabled(make: Make) -> None:
+    calls = make(fragile)
+    for m in (40, 33):  # one size: it was compared with 40 rows
+        assert torch.equal(run(given(m)), expected(given(m)))
+    assert "33 rows" in disabled()["lib"] and calls == [40, 40, 33]
+
+
+def test_the_number_of_rows_is_part_of_the_size(make: Make) -> None:
+    """Up to the next power of two: a library has other tiles for more rows."""
+    calls = make(right)
+    for m in (1, 2, 3, 4, 5, 8, 9, 16, 4):
+        run(given(m))
+    assert calls == [1, 1, 2, 2, 3, 3, 4, 5, 5, 8, 9, 9, 16, 4] and not disabled()
+
+
+def only_many(at: int, rows: int) -> Any:
+    """Wrong in one row, if there are at least so many."""
+
+    def kernel(a: Any, *rest: Any) -> torch.Tensor:
+        value = right(a, *rest)
+        if a.shape[0] >= rows:
+            value[at] += value.abs().max()
+        return value
+
+    return kernel
+
+
+@pytest.mark.parametrize("at", [0, 2, 512, -1])
+def test_many_rows_are_run_and_some_compared(at: int, make: Make) -> None:
+    calls = make(only_many(at, 500))
+    assert torch.equal(run(given(5)), right(*given(5), False)) and not disabled()
+    args = given(511 if at != 512 else 513)
+    assert torch.equal(run(args), expected(args))
+    assert "elements of a random product are wrong" in disabled()["lib"]
+    assert calls == [5, 5, args[0].shape[0]]
+
+
+def test_more_rows_than_are_made_are_one_size(make: Make) -> None:
+    calls = make(right)
+    for m in (4096, 5000, 9000):
+        run(given(m, n=32, k=32))
+    assert calls == [4096, 4096, 5000, 9000] and not disabled()
+
+
 def test_the_next_kernel_runs(make: Make) -> None:
     make(broken)
     args = given()
@@ -267,10 +311,10 @@ def test_every_granularity_is_compared_by_its_key(
         values = operands(p, m, "cpu", seed=m)
         args = (*(values[x] for x in ("a", "b", "scale_a", "scale_b")), None, p.out_dtype)
         assert torch.equal(run(args, keys=keys), expected(args, keys))
-    assert not disabled() and calls == [1, 1, 5, 300]
+    assert not disabled() and calls == [1, 1, 5, 5, 300, 300]
     forget()
     run(args, keys=keys)
-    assert calls == [1, 1, 5, 300, 256, 300]
+    assert calls[6:] == [300, 300]
 
 
 def test_the_generators_of_torch_are_not_touched(make: Make) -> None:

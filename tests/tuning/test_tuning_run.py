@@ -82,7 +82,15 @@ def test_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "words"),
     [
         ((), "--model MODULE:NAME and --shapes"),
-        (("--shapes", "64"), "is not N,K"),
+        *(
+            (("--shapes", text), "is not N,K")
+            for text in ("64", "0,64", "64,0", "64x64", "-1,64", "1,2,3", "\u0663,64", "9" * 5000)
+        ),
+        *(
+            (("--shapes", "64,64", "--rows", text), f"rows m={text!r}")
+            for text in ("0", "9-2", "-1")
+        ),
+        (("--model", "nowhere:f", "--rows", "1, bias"), "rows m='1, bias'"),
         (("--shapes", "64,64", "--scales", "rows"), "scales 'rows'"),
         (("--shapes", "64,64", "--option", "target=sm90"), "beside 'target'"),
         (("--model", "nowhere:f"), "cannot import"),
@@ -93,6 +101,34 @@ def test_mistakes(
 ) -> None:
     code, out, err = command(capsys, *arguments)
     assert code == 2 and not out and words in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("--shapes", "64,64", "--scales", "int8-azp"),
+        ("--shapes", "64,64", "--rows", "999999999999"),
+        ("--shapes", "999999999,999999999"),
+    ],
+)
+def test_nothing_measured_is_nothing_kept(
+    arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    code, out, err = command(capsys, *arguments)
+    assert code == 0, err
+    assert "not measured: " in out and "nothing is kept" in out and "kept in" not in out
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("FP8PASS_TUNE_CACHE", str(tmp_path / "file" / "cache"))
+    code, out, err = command(capsys, "--shapes", "64,64", "--rows", "2", "--json", "found.json")
+    assert code == 0, err
+    assert "nothing is kept" in out and "M, microseconds" in out
+    assert json.loads((tmp_path / "found.json").read_text())["file"] is None
 
 
 def test_what_cannot_be_measured_is_listed() -> None:

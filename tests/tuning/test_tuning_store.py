@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import fp8pass
 from fp8pass.lowerings import choose
 from fp8pass.options import Options
 from fp8pass.passes import Fp8Pass
@@ -100,6 +102,12 @@ def test_the_content_is_in_the_identity_of_the_pass(tmp_path: Path) -> None:
     assert digest(off) == "" and Fp8Pass(off).uuid() == Fp8Pass(Options(tune="off")).uuid()
 
 
+#: Numbers as JSON text that neither a count nor a time can be.
+NUMBERS = {
+    "too large for a float": "1e999", "infinite": "Infinity", "none": "NaN",
+    "of 400 digits": "9" * 400, "of 5000 digits": "9" * 5000, "below zero": "-8", "a truth": "true",
+    "text": '"8"', "nothing": "null", "a list": "[8]",
+}  # fmt: skip
 DAMAGED = {
     "truncated": lambda text: text[: len(text) // 2],
     "empty": lambda text: "",
@@ -111,6 +119,31 @@ DAMAGED = {
     "a range that is none": lambda text: text.replace('"8"', '"all"'),
     "rows outside": lambda text: text.replace('"rows": 8', '"rows": 9'),
     "deep": lambda text: "[" * 100_000,
+    "a deep object": lambda text: '{"a":' * 100_000,
+    "no file of text": lambda text: "\0" * 50,
+    "products of another kind": lambda text: text.replace('"products"', '"products": [], "more"'),
+    "points of another kind": lambda text: text.replace('"points"', '"points": 5, "more"'),
+    **{
+        f"rows {name}": (lambda text, number=number: text.replace('"rows": 8', f'"rows": {number}'))
+        for name, number in NUMBERS.items()
+    },
+    **{
+        f"a time {name}": (lambda text, number=number: text.replace("1.0", number))
+        for name, number in NUMBERS.items()
+    },
+    **{
+        f"a range {text}": (lambda has, text=text: has.replace('"m": "8"', f'"m": {text}'))
+        for text in (
+            '"-5-"',
+            '"9-5"',
+            '"\\u0668"',
+            "8",
+            f'"{"9" * 400}-"',
+            '" 8"',
+            '"+8"',
+            '"8_0-"',
+        )
+    },
 }
 
 
@@ -150,8 +183,9 @@ def test_a_folder_that_cannot_be_written(
         before = digest(options)
         session.ensure(TARGET, PROBLEM, options)
         session.ensure(TARGET, PROBLEM, options)
-    (line,) = caplog.records
-    assert "are not kept" in line.message and str(in_the_way) in line.message
+    read, kept = (record.message for record in caplog.records)
+    assert "are not kept" in kept and str(in_the_way) in kept
+    assert "no measurements are used" in read and str(in_the_way) in read
     assert choose(TARGET, PROBLEM, options).why == "measured on this device"
     assert digest(options) != before, "compiles after it are others"
 
@@ -167,6 +201,48 @@ def test_a_read_only_folder(tmp_path: Path, caplog: pytest.LogCaptureFixture) ->
     finally:
         tmp_path.chmod(0o700)
     assert "are not kept" in caplog.text
+
+
+@pytest.mark.parametrize("tune", ["cached", "measure"])
+@pytest.mark.parametrize(
+    "name", ["y" * 300, "x" * 5000, "\0", "a\0b", "\ud800", "/dev/null", "file/x"]
+)
+def test_a_path_that_cannot_be_a_folder(
+    name: str, tune: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whatever the option's check let through: one clear line, and no measurements."""
+    (tmp_path / "file").write_text("")
+    options = Options(tune_cache=os.path.join(tmp_path, name), tune=tune)  # type: ignore[arg-type]
+    with caplog.at_level(logging.WARNING, "fp8pass"):
+        digest(options)
+        for _ in range(2):
+            assert choose(TARGET, PROBLEM, options).why == "static priority"
+        assert len(caplog.records) == 1
+        session.keep(
+            store.file_for(session.folder(options), identity_of(TARGET)), identity_of(TARGET),
+            {key_of(PROBLEM): record(torch_row=1.0)}, {},
+        )  # fmt: skip
+    lines = [each.message for each in caplog.records]
+    assert "no measurements are used" in lines[0] and "are not kept" in lines[1]
+    assert not any("\n" in line or len(line) > 400 for line in lines)
+    if tune == "measure":
+        session.ensure(TARGET, PROBLEM, options)
+        assert choose(TARGET, PROBLEM, options).why == "measured on this device"
+
+
+@pytest.mark.parametrize("name", ["y" * 300, "/dev/null"])
+def test_a_compile_goes_on_without_such_a_folder(name: str) -> None:
+    def fn(x: torch.Tensor, w: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return torch._scaled_mm(x, w, s, s, out_dtype=torch.bfloat16)
+
+    x, w = (torch.randn(32, 32).to(torch.float8_e4m3fn) for _ in range(2))
+    s = torch.ones(())
+    for strict in (False, True):
+        torch._dynamo.reset()
+        options = {"fp8pass.tune_cache": name, "fp8pass.strict": strict}
+        made = torch.compile(fn, backend="fp8pass", options=options)
+        assert torch.equal(made(x, w.t(), s), fn(x, w.t(), s))
+        assert fp8pass.reports()[-1].counts()[("scaled_mm", "lowered")] == 1
 
 
 WRITER = """

@@ -7,14 +7,18 @@ measured; others come after them by static priority. Reading a table executes no
 
 from __future__ import annotations
 
-import json
+import logging
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
+from fp8pass.outside import first_line, json_of, shortened
 from fp8pass.problem import MRange, ScaledMMProblem
 from fp8pass.quant_key import dtype_name
 from fp8pass.target import Target
+
+log = logging.getLogger("fp8pass")
 
 SCHEMA = 1
 
@@ -100,7 +104,10 @@ def files() -> list[Path]:
 def _load(arch: str) -> Table:
     for file in files():
         if file.stem == arch:
-            return parse(file.read_text(encoding="utf-8"))
+            try:
+                return parse(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError) as error:
+                log.warning("fp8pass: the table %s is not used: %s", file, first_line(error))
     return EMPTY
 
 
@@ -108,9 +115,16 @@ def parse(text: str) -> Table:
     """A table from its JSON.
 
     Raises:
-        ValueError: another schema version, an unknown field or a bad range.
+        ValueError: no table, another schema version, an unknown field or a bad range.
     """
-    data = json.loads(text)
+    data = json_of(text)
+    try:
+        return _table(data)
+    except (TypeError, KeyError, AttributeError) as error:
+        raise ValueError(f"it is no table: {error!r}") from error
+
+
+def _table(data: Any) -> Table:
     if data.get("schema") != SCHEMA:
         raise ValueError(f"table has schema {data.get('schema')!r}, this version reads {SCHEMA}")
     entries = []
@@ -118,6 +132,8 @@ def parse(text: str) -> Table:
         unknown = set(item) - {field.name for field in fields(Entry)}
         if unknown:
             raise ValueError(f"table entry has an unknown field {sorted(unknown)[0]!r}")
+        if type(item["order"]) is not list or not all(type(name) is str for name in item["order"]):
+            raise ValueError(f"table entry has a bad order {shortened(item['order'])}")
         m, n, k = (MRange.parse(item.get(name, "0-")) for name in ("m", "n", "k"))
         entries.append(
             Entry(
