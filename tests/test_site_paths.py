@@ -103,9 +103,7 @@ def test_paths_and_inputs_are_those_of_named_modules(name: str) -> None:
     assert set(PATHS) <= {path for path, _ in model.named_modules()}
     held = {**dict(model.named_parameters()), **dict(model.named_buffers())}
     graph = result.graph
-    names = [
-        graph.inputs[node.name] for node in graph.after.graph.find_nodes(op="placeholder")
-    ]
+    names = [graph.inputs[node.name] for node in graph.after.graph.find_nodes(op="placeholder")]
     assert len([name for name in names if name in held]) == len(names) - 1
     (got,) = fx.Interpreter(graph.after).run(*(held.get(name, x) for name in names))
     wanted = model(x)

@@ -94,7 +94,8 @@ def _emit_dequant(graph: fx.Graph, site: EmitSite) -> fx.Node:
         wanted = matrix_like(site.val, torch.float32)
         out = call(graph, aten.mm.default, tuple(operands), val=wanted)
         return epilogue(graph, site, out, *left)
-    out = _exact_product(graph, site, *operands, _EXACT_LESS_ZERO if less else _EXACT_SUMMANDS)
+    a, b = operands
+    out = _exact_product(graph, site, a, b, _EXACT_LESS_ZERO if less else _EXACT_SUMMANDS)
     how = "none" if site.zero is None or less else site.problem.zero
     if how in ("int32", "int64"):
         total = matrix_like(site.val, torch.int32)
@@ -120,11 +121,11 @@ def _exact_product(
     out: fx.Node | None = None
     for start in range(0, depth, summands):
         end = min(start + summands, depth)
-        parts = tuple(
-            call(graph, aten.slice.Tensor, (node, dim, start, end)) for node, dim in ((a, 1), (b, 0))
-        )
-        part = call(graph, aten.mm.default, parts, val=matrix_like(site.val, torch.float32))
-        part = call(graph, _CONVERT, (part, torch.float64), val=matrix_like(site.val, torch.float64))
+        left = call(graph, aten.slice.Tensor, (a, 1, start, end))
+        right = call(graph, aten.slice.Tensor, (b, 0, start, end))
+        narrow, wide = matrix_like(site.val, torch.float32), matrix_like(site.val, torch.float64)
+        part = call(graph, aten.mm.default, (left, right), val=narrow)
+        part = call(graph, _CONVERT, (part, torch.float64), val=wide)
         if out is not None:
             sums = matrix_like(site.val, torch.float64)
             part = call(graph, aten.add.Tensor, (out, part), val=sums)
@@ -219,7 +220,7 @@ def take_off(graph: fx.Graph, site: EmitSite, out: fx.Node, dtype: torch.dtype) 
 
 
 def _scaled(graph: fx.Graph, site: EmitSite, out: fx.Node, how: str) -> fx.Node:
-    """The exact sum ``out`` of products of codes less a zero point (``how``), made float32, scaled."""
+    """The exact ``out`` of products of codes, less a zero point (``how``), in float32, scaled."""
     if how in ("int32", "int64"):
         out = take_off(graph, site, out, torch.int32 if how == "int32" else torch.int64)
     if value(out).dtype != torch.float32:

@@ -9,8 +9,8 @@ from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.compressed_tensors import match_row_without_zeros
 from fp8pass.spellings.quantize import QuantMatch, match_quantize
 from fp8pass.spellings.torchao import match_float8_tensor
-from fp8pass.spellings.zero_point import match_zero_point
 from fp8pass.spellings.walk import cast_to
+from fp8pass.spellings.zero_point import match_zero_point
 
 
 def match_any_quantize(root: fx.Node) -> QuantMatch | Verdict:

@@ -1,6 +1,6 @@
 """Readers that see the memory of a value and not its elements alone: ``as_strided`` and its kind.
 
-    scale ─ pad ─ permute ─ clone ─ permute ─ slice ─ as_strided     reads what stands in the padding
+    scale ─ pad ─ permute ─ clone ─ permute ─ slice ─ as_strided        reads the padding too
 
 A value that takes the place of another has its elements, not always its strides, and never what
 stands behind them. So nothing is put in the place of one whose memory is read, or written, unless

@@ -247,8 +247,12 @@ def test_zero_points(kernel: str, how: str, dtype: torch.dtype, m: int) -> None:
     assert torch.equal(got, wanted)
 
 
-@pytest.mark.parametrize("zero", [None, ("int32", torch.int32), ("float32", torch.int8),
-                                  ("codes", torch.int8), ("codes", torch.int32)], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "zero",
+    [None, ("int32", torch.int32), ("float32", torch.int8), ("codes", torch.int8),
+     ("codes", torch.int32)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("k", [16, 514, 2100, 8192])
 def test_sums_of_int8_codes_are_exact_at_any_depth(k: int, zero: Any) -> None:
     """Codes so large that a float32 sum rounds from K = 1041 on; the control is that sum."""

@@ -146,7 +146,9 @@ def test_a_value_that_is_the_whole_of_its_memory_is_read(name: str) -> None:
     assert bool(reading.forms(kind)) == (name not in ("zero_point", "scale_beside_one"))
     assert Reading(trace(fn, *inputs)).forms(kind), "the control"
     passed = Passed(trace(by_place, *inputs))
-    assert passed.after.graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided.default)
+    assert passed.after.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.as_strided.default
+    )
     for a, b in zip(run(passed.after, *inputs), run(passed.before, *inputs), strict=True):
         torch.testing.assert_close(a.float(), b.float(), rtol=2**-3, atol=1e-6, equal_nan=True)
 

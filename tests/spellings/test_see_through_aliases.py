@@ -143,7 +143,11 @@ def test_results_and_writes_keep_theirs() -> None:
 
 @pytest.mark.parametrize(
     ("target", "more"),
-    [(aten.slice.Tensor, (0, 1)), (aten.slice.Tensor, (0, 0, 2**63 - 1, 2)), (aten.neg.default, ())],
+    [
+        (aten.slice.Tensor, (0, 1)),
+        (aten.slice.Tensor, (0, 0, 2**63 - 1, 2)),
+        (aten.neg.default, ()),
+    ],
 )
 def test_other_calls_stay(target: Any, more: tuple[Any, ...]) -> None:
     traced = trace(lambda x: x * 2, values(5, 64))

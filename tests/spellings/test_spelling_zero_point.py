@@ -23,7 +23,6 @@ from spell_zero_point import (
     static,
     token,
     torchao_symmetric,
-    torchao_token,
 )
 
 Tensor = torch.Tensor

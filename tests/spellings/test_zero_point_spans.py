@@ -155,17 +155,17 @@ def _quotient(x: Tensor) -> tuple[Tensor, Tensor]:
 #: quantises that no form has
 ODD: dict[str, Callable[[Tensor], Tensor]] = {
     "zero_not_rounded": lambda x: (torch.round(_quotient(x)[0]) + _quotient(x)[1]).clamp(-128, 127),
-    "zero_cut_off": lambda x: (
-        (torch.round(_quotient(x)[0]) + torch.trunc(_quotient(x)[1])).clamp(-128, 127)
+    "zero_cut_off": lambda x: (torch.round(_quotient(x)[0]) + torch.trunc(_quotient(x)[1])).clamp(
+        -128, 127
     ),
     "zero_to_the_floor": lambda x: (
-        (torch.floor(_quotient(x)[1]) + torch.round(_quotient(x)[0])).clamp(-128, 127)
-    ),
+        torch.floor(_quotient(x)[1]) + torch.round(_quotient(x)[0])
+    ).clamp(-128, 127),
     "zero_of_a_sum": lambda x: (
-        (torch.round(_quotient(x)[0]) + torch.round(_quotient(x)[1] + 1)).clamp(-128, 127)
-    ),
-    "zero_taken_off": lambda x: (
-        (torch.round(_quotient(x)[0]) - torch.round(_quotient(x)[1])).clamp(-128, 127)
+        torch.round(_quotient(x)[0]) + torch.round(_quotient(x)[1] + 1)
+    ).clamp(-128, 127),
+    "zero_taken_off": lambda x: (torch.round(_quotient(x)[0]) - torch.round(_quotient(x)[1])).clamp(
+        -128, 127
     ),
     "limits_that_are_tensors": lambda x: torch.minimum(
         torch.maximum(torch.round(_quotient(x)[0]), _quotient(x)[1]), x.float()
