@@ -36,6 +36,7 @@ from fp8pass.options import Options
 from fp8pass.report import Report
 from fp8pass.report.graph_text import live_module
 from fp8pass.report.listing import call_names, listing
+from fp8pass.spellings.walk import ROOT
 from fp8pass.target import Target
 
 #: One trace at a time: Dynamo's caches and the modules' tensors belong to the whole process.
@@ -266,19 +267,41 @@ def _labels(captured: fx.GraphModule, traced: fx.Graph) -> dict[str, str]:
     placeholders = traced.find_nodes(op="placeholder")
     if len(inputs) != len(placeholders):
         return {}
-    labels = [_label(node) for node in inputs]
-    if len(set(labels)) != len(labels):
-        return {}
-    return {node.name: label for node, label in zip(placeholders, labels, strict=True)}
+    names = [_source(node) for node in inputs]
+    # a module's parameters are what they are for it, whatever the frame calls the module
+    roots = {root[0] for root in map(_module_root, names) if root is not None}
+    for strip in (roots if len(roots) == 1 else set(), set()):
+        labels = [
+            node.name if name is None else _label(name, strip)
+            for node, name in zip(inputs, names, strict=True)
+        ]
+        if len(set(labels)) == len(labels):
+            return {node.name: label for node, label in zip(placeholders, labels, strict=True)}
+    return {}
 
 
-def _label(node: fx.Node) -> str:
-    """``L['self']._modules['mlp']._buffers['weight']`` as ``mlp.weight``."""
+def _source(node: fx.Node) -> str | None:
+    """What Dynamo calls an input of a captured graph, such as ``L['x']``."""
     source = getattr(node.meta.get("grapharg"), "source", None)
     name = getattr(source, "name", None)
     name = name() if callable(name) else name
-    if not isinstance(name, str):
-        return node.name
+    return name if isinstance(name, str) else None
+
+
+def _module_root(name: str | None) -> re.Match[str] | None:
+    """The variable that holds the module whose parameter or buffer ``name`` is."""
+    root = None if name is None else ROOT.match(name)
+    if root is None or name is None:
+        return None
+    held = re.match(r"\._(?:modules|parameters|buffers)\['", name[root.end() :])
+    return None if held is None else root
+
+
+def _label(name: str, strip: set[str]) -> str:
+    """``L['self']._modules['mlp']._buffers['weight']`` as ``mlp.weight``."""
+    root = _module_root(name)
+    if root is not None and root[0] in strip:
+        name = "L" + name[root.end() :]
     name = re.sub(r"\._(?:modules|parameters|buffers)\['([^']*)'\]", r".\1", name)
     name = re.sub(r"\['([^']*)'\]", r".\1", name)
     return re.sub(r"^[LG]\.(?:self\.)?", "", name)

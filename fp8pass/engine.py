@@ -58,7 +58,7 @@ from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
 from fp8pass.tuning import session
-from fp8pass.workbench import Snapshot, Workbench, merge_common
+from fp8pass.workbench import Snapshot, Workbench, merge_common, see_through_aliases
 
 Stage = Literal["joint", "post", "all"]
 
@@ -147,6 +147,8 @@ class Run:
         found = anchors(bench_graph)
         if stage != "post":
             merge_common(bench_graph, found)
+        else:
+            see_through_aliases(bench_graph)
         self.done("merge", "read")
 
         bench = Workbench(bench_graph)

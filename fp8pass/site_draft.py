@@ -60,7 +60,8 @@ class Draft:
     @property
     def path(self) -> str:
         """The path of the site's module, as far as it is known."""
-        return self.where.partition(" ")[0]
+        path, _, place = self.where.partition(" ")
+        return path if place or ":" not in path else ""  # a place in the source alone
 
     def refuse(self, rule: str, verdict: Verdict) -> None:
         """Note the nearest rule and the first condition that failed; the first refusal stays."""

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
 from fp8pass.spellings.library_ops import may_be_merged
-from fp8pass.spellings.walk import aten, prims
+from fp8pass.spellings.walk import argument, aten, prims, same_shape, tensor
 from fp8pass.strides import contiguous_strides
 
 
@@ -312,13 +312,60 @@ _MERGED = frozenset(
 )
 
 
+#: A view of the whole of their input, of its shape and strides.
+_SAME = frozenset(
+    {
+        aten.alias.default,
+        aten.detach.default,
+        aten.lift_fresh.default,
+        prims.view_of.default,
+    }
+)
+
+
+def see_through_aliases(graph: fx.Graph) -> int:
+    """Let what reads a view of a whole tensor read that tensor; returns the number of views gone.
+
+    ``alias`` is what is left of a slice that takes everything. No reader of a spelling has to look
+    through them then, wherever they stand. Results of the graph keep theirs, and so do writes.
+    """
+    gone = 0
+    results: set[fx.Node] | None = None
+    for node in list(graph.nodes):
+        if node.op != "call_function" or not _is_same(node):
+            continue
+        results = returned(graph) if results is None else results
+        for user in list(node.users):
+            target = user.target
+            writes = isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+            shares = user.op == "output" or user in results and user.target in _ALIASING
+            if not shares and not writes:
+                user.replace_input_with(node, node.all_input_nodes[0])
+        if not node.users:
+            graph.erase_node(node)
+            gone += 1
+    return gone
+
+
+def _is_same(node: fx.Node) -> bool:
+    """Whether ``node`` is a view of the whole of its input."""
+    if node.target in _SAME:
+        return len(node.args) == 1 and len(node.all_input_nodes) == 1
+    if node.target is not aten.slice.Tensor or len(node.all_input_nodes) != 1:
+        return False
+    before, after = tensor(node.args[0]), tensor(node)
+    step = argument(node, 4, "step", 1)
+    return before is not None and after is not None and step == 1 and same_shape(before, after)
+
+
 def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
     """Merge equal calls among the small operators that the anchors are computed from.
 
     Inductor merges none in inference graphs, so one norm read by three linears has three quantises.
     Returns the number of nodes merged. Does nothing in a graph that writes to tensors, except for
-    copies into inputs at its very end.
+    copies into inputs at its very end, but to see through aliases.
     """
+    see_through_aliases(graph)
     if _writes_inside(graph):
         return 0
     cone: set[fx.Node] = set()

@@ -66,7 +66,8 @@ class QuantForm:
         zero_at: ``after`` the quotient was rounded the zero point is added to it, or ``before``.
         zero_clamp: whether the zero point is clamped to ``[lo, hi]``: ``none`` or ``codes``.
         zero_dtype: dtype that a computed zero point is converted to before it is added.
-        span: ``values``, or ``zero``: min and max are those of the values and of 0.
+        span: ``values``, or min and max are those of the values and of 0: ``zero`` by ``minimum``
+            and ``maximum`` with zeros, ``clamped`` by a clamp at 0 (which keeps -0.0).
     """
 
     dtype: torch.dtype
@@ -108,7 +109,7 @@ class QuantForm:
     ZERO_PLACES: ClassVar = ("after", "before")
     ZERO_CLAMPS: ClassVar = ("none", "codes")
     ZERO_DTYPES: ClassVar = ("float32", "bfloat16", "float16", "int32", "int8")
-    SPANS: ClassVar = ("values", "zero")
+    SPANS: ClassVar = ("values", "zero", "clamped")
     UPPERS: ClassVar = ("none", "amax", "amax_last", "scale", "scale_last")
 
     @property

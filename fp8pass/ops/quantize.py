@@ -255,6 +255,7 @@ MORE_QUANT_FORMS = tuple(
                 zero_dtype=torch.int8, span="zero", apply="mul_recip"),
         replace(_AFFINE, granularity="token", scale_dtype=torch.bfloat16, span="zero",
                 zero_clamp="codes", zero_dtype=torch.int32, floor="scale_add"),
+        replace(_AFFINE, granularity="token", span="clamped"),
     )
 )  # fmt: skip
 

@@ -18,6 +18,8 @@ def affine_scale(x: torch.Tensor, form: QuantForm) -> tuple[torch.Tensor, torch.
     if form.span == "zero":
         low = torch.minimum(low, torch.zeros_like(low))
         high = torch.maximum(high, torch.zeros_like(high))
+    elif form.span == "clamped":
+        low, high = low.clamp(max=0), high.clamp(min=0)
     scale = (high - low) / form.qmax if form.scale == "div" else (high - low) * form.qmax
     if form.floor == "scale":
         scale = scale.clamp(min=form.floor_value)

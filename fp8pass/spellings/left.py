@@ -9,6 +9,7 @@ from torch import fx
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
+from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.walk import VIEWS, is_call
 
@@ -60,13 +61,14 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
                 key=draft.form,
                 fused=first.quant_form,
             )
+        assert isinstance(source, fx.Node)
+        placed = read_by_place((source,))
         norm = unread_norm(source)
         if norm is not None:
-            return no("FP8-R003", node=norm[0], why=norm[1])
-        assert isinstance(source, fx.Node)
+            return no("FP8-R003", node=norm[0], why=placed or norm[1])
         why = why_not_read(source)
         if why is not None:
-            return no("FP8-R004", producer=describe(source), why=why)
+            return no("FP8-R004", producer=describe(source), why=placed or why)
         return no("FP8-F002", producer=describe(source))
     users = [u for u in draft.outputs["y"].users if u in live]
     for user in users:

@@ -23,6 +23,7 @@ from torch import fx
 
 from fp8pass.ops.forms import QuantForm
 from fp8pass.reasons import Verdict, no
+from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.quantize import QuantMatch
 from fp8pass.spellings.walk import is_call
 
@@ -158,6 +159,11 @@ def match_library_op(node: fx.Node) -> Match | Verdict:
     op = library_op(node)
     assert op is not None
     found = _read(op, node)
+    if not isinstance(found, str):
+        made = [found.root]
+        if isinstance(found, QuantMatch) and not found.form.static:
+            made.append(found.scale)
+        found = read_by_place(made) or found
     if isinstance(found, str):
         return no("FP8-R010", op=_name(node), node=node.name, why=found)
     return found

@@ -15,6 +15,7 @@ from torch import fx
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
 from fp8pass.quant_key import FP8_DTYPES, GroupShape, dtype_name
 from fp8pass.reasons import Verdict, no
+from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.dequantised import (
     INT_MM,
     DequantisedMatch,
@@ -267,15 +268,21 @@ def match_product(
     root: fx.Node,
 ) -> ScaledMMMatch | DequantisedMatch | WeightOnlyMatch | Verdict:
     """Read one product of codes, or say why not (FP8-R002; FP8-R005: only its weight is fp8)."""
-    found: ScaledMMMatch | DequantisedMatch | WeightOnlyMatch | str
+    found = _match(root)
+    if not isinstance(found, str):
+        found = read_by_place((getattr(found, "root", root),)) or found
+    if not isinstance(found, str):
+        return found
+    return no("FP8-R005" if _weight_only(root) else "FP8-R002", node=root.name, why=found)
+
+
+def _weight_only(root: fx.Node) -> bool:
+    return not is_call(root, *SCALED_MM, *SCALED_MM_V2, INT_MM) and weight_only(root)
+
+
+def _match(root: fx.Node) -> ScaledMMMatch | DequantisedMatch | WeightOnlyMatch | str:
     if is_call(root, *SCALED_MM):
-        found = _read_unit(root) or _read(root)
-    elif is_call(root, *SCALED_MM_V2):
-        found = _read_v2(root)
-    elif not is_call(root, INT_MM) and weight_only(root):
-        found = match_weight_only(root)
-        if isinstance(found, str):
-            return no("FP8-R005", node=root.name, why=found)
-    else:
-        found = match_dequantised(root)
-    return no("FP8-R002", node=root.name, why=found) if isinstance(found, str) else found
+        return _read_unit(root) or _read(root)
+    if is_call(root, *SCALED_MM_V2):
+        return _read_v2(root)
+    return match_weight_only(root) if _weight_only(root) else match_dequantised(root)

@@ -12,6 +12,7 @@ from torch import fx
 
 from fp8pass.ops.forms import QuantForm
 from fp8pass.site_draft import Draft
+from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.scale_layout import Laid, read_layouts
 from fp8pass.spellings.walk import aten, val
 from fp8pass.workbench import Swap, Workbench, returned
@@ -29,7 +30,9 @@ def put_layouts(bench: Workbench, drafts: Iterable[Draft]) -> None:
     results = returned(bench.graph)
     for draft in waiting:
         found = read_layouts(draft.outputs["scale"], live)
-        # two copies that are both results must stay two tensors
+        # two copies that are both results must stay two tensors; nothing pads ours for a reader
+        if read_by_place(laid.node for laid in found):
+            continue
         if found and sum(bool(laid.layout) and laid.node in results for laid in found) < 2:
             _put(bench, draft, found)
 

@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from fp8pass.ops.forms import QuantForm
-from fp8pass.spellings.quantize import ROUND, QuantMatch, clamped
-from fp8pass.spellings.walk import aten, cast_to, dtype_of, is_call, item, peel_views, val
+from fp8pass.spellings.quantize import QuantMatch, clamped
+from fp8pass.spellings.walk import VIEWS, aten, cast_to, dtype_of, is_call, val
 from fp8pass.workbench import Workbench
 
+_WHOLE = (torch.int32, torch.int64)
 _CONVERT = torch.ops.prims.convert_element_type.default
 
 
@@ -49,24 +49,15 @@ def put_pair(bench: Workbench, pair: fx.Node, found: QuantMatch) -> tuple[fx.Nod
 
 
 def clamped_zero(node: fx.Node) -> bool:
-    """Whether ``node`` is a zero point that int8 holds: clamped, or of a quantise that clamps it.
+    """Whether ``node`` is a zero point that int8 holds: an integer that was clamped as one.
 
-    Without a quantise that was read it has to be whole as well: made an integer after its clamp.
+    Not one that was clamped before it was made an integer: NaN passes a clamp, and is no code
+    afterwards (on CPUs the smallest int32, where int8 has 0).
     """
-    node = peel_views(node)
-    whole = cast_to(node) in (torch.int32, torch.int64)
-    if cast_to(node) is not None:
-        node = peel_views(node.args[0])
     inner: Any = node
-    while is_call(inner, *ROUND) or cast_to(inner) is not None:
-        inner = peel_views(inner.args[0])
+    while is_call(inner, *VIEWS) or cast_to(inner) in _WHOLE and dtype_of(inner.args[0]) in _WHOLE:
+        inner = inner.args[0]
     limits = clamped(inner)
-    if whole and limits is not None and -128 <= limits[1] <= limits[2] <= 127:
-        return True
-    if not is_call(node, aten.slice.Tensor, aten.select.int) or node.args[2] != 1:
-        return False
-    made = item(node.args[0], 1)
-    if not is_call(made, torch.ops.fp8pass.quantize.default):
-        return False
-    form = QuantForm.parse(str(made.args[2]))
-    return form.asymmetric and form.zero_clamp == "codes"
+    return (
+        dtype_of(inner) in _WHOLE and limits is not None and -128 <= limits[1] <= limits[2] <= 127
+    )

@@ -80,22 +80,50 @@ def is_fp8_cast(node: Any) -> bool:
 
 
 def is_int8_cast(node: Any) -> bool:
-    """Whether ``node`` casts a rounded number to int8: the anchor of a quantise to int8."""
+    """Whether ``node`` casts a rounded number to int8: the anchor of a quantise to int8.
+
+    Rounded in any way, or clamped to codes and cut off by the cast: what no form has is refused,
+    not passed over.
+    """
     if cast_to(node) != torch.int8:
         return False
-    inner = node.args[0]
-    for _ in range(6):  # a clamp of two sides, a zero point, a cast of each kind
-        inner = peel_views(inner)
-        if is_call(inner, *ROUND):
-            # lo - x / scale is a zero point
-            return dtype_of(inner) in MODEL_DTYPES and not _from_a_number(inner.args[0])
-        if not is_call(inner, *_CLAMPS, *ADD, aten.sub.Tensor) and cast_to(inner) is None:
-            return False
-        if _from_a_number(inner):
-            return False
-        second = peel_views(inner.args[1]) if is_call(inner, aten.add.Tensor) else None
-        inner = second if is_call(second, *ROUND) else inner.args[0]
+    inner = peel_views(node.args[0])
+    limits = _tensor_clamped(inner)
+    if limits is not None and applied(peel_views(limits)) is not None:
+        return True
+    return _is_rounded(inner, 8)  # a clamp of two sides, a zero point, a cast of each kind
+
+
+def _is_rounded(node: Any, far: int) -> bool:
+    """Whether ``node`` is a rounded number below clamps, casts and a zero point."""
+    node = peel_views(node)
+    if far == 0 or not isinstance(node, fx.Node):
+        return False
+    if is_call(node, *ROUND):
+        # lo - x / scale is a zero point
+        return dtype_of(node) in MODEL_DTYPES and not _from_a_number(node.args[0])
+    if is_call(node, *_CUTS):  # of a quotient: others are indices of buckets
+        return _of_quotient(node.args[0])
+    if _from_a_number(node):
+        return False
+    if is_call(node, *ADD) or is_call(node, *_LIMITS):
+        return any(_is_rounded(arg, far - 1) for arg in node.args[:2])
+    if is_call(node, aten.sub.Tensor, *_CLAMPS) or cast_to(node) is not None:
+        return _is_rounded(node.args[0], far - 1)
     return False
+
+
+def _of_quotient(node: Any) -> bool:
+    """Whether ``node`` is x / scale or x * (1 / scale), with or without a number added."""
+    node = peel_views(node)
+    found = commuted(node, ADD, lambda a: scalar(a) is not None)
+    return applied(node if found is None else peel_views(found[1])) is not None
+
+
+def _tensor_clamped(node: Any) -> Any:
+    """What is clamped to codes of int8, None if ``node`` is something else."""
+    found = clamped(node)
+    return None if found is None or not _limits(torch.int8, *found[1:]) else found[0]
 
 
 def _from_a_number(node: Any) -> bool:
@@ -111,7 +139,10 @@ def is_quantise_cast(node: Any) -> bool:
     return is_fp8_cast(node) or is_int8_cast(node)
 
 
-_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default)
+_CLAMPS = (aten.clamp.default, aten.clamp_min.default, aten.clamp_max.default, aten.clamp.Tensor,
+           aten.clamp_min.Tensor, aten.clamp_max.Tensor)  # fmt: skip
+_LIMITS = (aten.minimum.default, aten.maximum.default)
+_CUTS = (aten.floor.default, aten.ceil.default, aten.trunc.default)
 
 
 def clamped(node: Any) -> tuple[Any, float, float] | None:

@@ -24,6 +24,7 @@ from fp8pass.quant_key import FP8_DTYPES
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.any_quantize import match_any_quantize as match_quantize
+from fp8pass.spellings.by_place import read_by_place
 from fp8pass.spellings.dequantised import DequantisedMatch
 from fp8pass.spellings.library_ops import (
     LibraryOp,
@@ -107,7 +108,8 @@ class Reader:
             for spelling in spellings_at(node):
                 found = spelling.match(node)
                 if found is not None:
-                    self._put_producer(found)
+                    if not read_by_place(found.all_nodes()):
+                        self._put_producer(found)
                     break
 
     def read_quantises(self) -> None:
@@ -299,8 +301,7 @@ class Reader:
 
     def _put_producer(self, found: Producer) -> None:
         """Put the generic operator in, behind the first of the nodes that it stands for."""
-        bench, olds = self.bench, found.nodes()
-        flat = [old for nodes in olds.values() for old in nodes]
+        bench, olds, flat = self.bench, found.nodes(), found.all_nodes()
         cycle = any(bench.depends_on(arg, old) for old in flat for arg in found.args)
         if cycle and found.otherwise is not None:
             return self._put_producer(found.otherwise)
@@ -419,7 +420,7 @@ class Reader:
             return found
         for spelling in quantised_spellings():
             producer = spelling.match(source)
-            if producer is not None:
+            if producer is not None and not read_by_place(producer.all_nodes()):
                 self._put_producer(producer)
                 again = match_quantize(cast)
                 assert isinstance(again, QuantMatch)  # the same nodes around another source

@@ -42,6 +42,10 @@ class Producer:
         """The nodes of each result."""
         return {k: v if isinstance(v, tuple) else (v,) for k, v in self.results.items()}
 
+    def all_nodes(self) -> list[fx.Node]:
+        """The nodes of all results."""
+        return [node for nodes in self.nodes().values() for node in nodes]
+
 
 @dataclass(frozen=True, slots=True)
 class Spelling:

@@ -95,7 +95,7 @@ def _bounds(node: Any) -> tuple[Any, float, float] | None:
     return None
 
 
-def _clamp_in(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
+def clamp_in(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
     """:func:`_bounds` of a clamp of ``dtype`` values, which is written wide for a narrow dtype."""
     found = _bounds(node) if dtype_of(node) == dtype else None
     if found is None and dtype in _NARROW and cast_to(node) == dtype:
@@ -112,7 +112,7 @@ def clamps_on(node: Any, dtype: torch.dtype) -> tuple[Any, float, float] | None:
     lo, hi = -math.inf, math.inf
     while True:
         node = peel_views(node)
-        found = _clamp_in(node, dtype)
+        found = clamp_in(node, dtype)
         if found is None:
             return node, lo, hi
         if (found[1] > -math.inf and lo > -math.inf) or (found[2] < math.inf and hi < math.inf):
@@ -154,7 +154,7 @@ def _tensor_bound(node: Any, dtype: torch.dtype) -> tuple[Any, fx.Node | None]:
     """``(inner, bound)`` of an upper bound that is a tensor of one element; ``(node, None)`` else.
 
     The bound has the dtype of the scale's arithmetic; a narrow dtype is written wide, as in
-    :func:`_clamp_in`.
+    :func:`clamp_in`.
     """
     node = peel_views(node)
     found = _least(node) if dtype_of(node) == dtype else None
@@ -279,9 +279,17 @@ def _amax(node: Any) -> tuple[Any, fx.Node, str, bool] | None:
 
 
 def _bounded_by_zero(node: Any, op: Any) -> Any:
-    """x of ``op(x, 0)``; ``node`` itself if it is something else."""
+    """x of ``op(x, 0)`` or of a clamp that does the same; ``node`` itself if it is something else.
+
+    They differ in the sign of a zero, which is lost: see ``signed`` above.
+    """
     found = commuted(node, (op,), is_zero)
-    return node if found is None else found[1]
+    if found is not None:
+        return found[1]
+    dtype = dtype_of(node)
+    limited = None if dtype is None else clamp_in(node, dtype)
+    wanted = (-math.inf, 0.0) if op is aten.minimum.default else (0.0, math.inf)
+    return limited[0] if limited is not None and limited[1:] == wanted else node
 
 
 def is_zero(node: Any) -> bool:

@@ -205,19 +205,35 @@ def item(node: Any, index: int) -> Any:
     return node.args[0] if is_call(node, operator.getitem) and node.args[1] == index else None
 
 
+#: What Dynamo's name of a module starts with: a local or global variable of the frame that was
+#: compiled, which is what its author called ``self``, or an argument of a wrapper around it.
+ROOT = re.compile(
+    r"[LG]\['([^']*)'\](?:\[\d+\])?"
+    r"(?:\.(?:args\[\d+\]|keywords\['[^']*'\]|func|__self__|_torchdynamo_orig_callable))*"
+)
+
+
+def module_path(name: str) -> str:
+    """The path of a module from its name in ``nn_module_stack``, as ``named_modules`` gives it.
+
+    Dynamo writes ``L['self'].model.layers[0].attn``, or ``L['self']._modules['model']...``; what
+    ``self`` is called there is no part of the path, unless there is nothing else.
+    """
+    root = ROOT.match(name)
+    rest = name if root is None else name[root.end() :]
+    path = re.sub(r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]", r".\1\2\3", rest)
+    path = re.sub(r"^\.?(self\b)?\.?", "", path)
+    if not path and root is not None and root[1] not in ("self", "fn", "args"):
+        path = root[1]
+    return re.sub(r"\s", "_", path)  # a place in the source follows behind a space
+
+
 def where(node: fx.Node) -> str:
     """Module path and source line of a node, as far as the graph knows them."""
     parts = []
     stack = node.meta.get("nn_module_stack")
     if stack:
-        # Dynamo writes L['self'].model.layers[0].attn, or L['self']._modules['model']...
-        path = re.sub(
-            r"\._modules\['([^']*)'\]|\['([^']*)'\]|\[(\d+)\]",
-            r".\1\2\3",
-            list(stack.values())[-1][0],
-        )
-        # the root is L['self'], or L['args'][0] where the call was wrapped
-        parts.append(re.sub(r"^L?\.?(self|fn|args\.\d+)\.?", "", path))
+        parts.append(module_path(list(stack.values())[-1][0]))
     trace = node.meta.get("stack_trace") or ""
     lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
     if lines:

@@ -32,6 +32,7 @@ from fp8pass.spellings.scale import (
     MAXIMA,
     MINIMA,
     arithmetic_of,
+    clamp_in,
     clamps_on,
     is_zero,
     peel,
@@ -83,19 +84,43 @@ class Span:
 
 
 def _extreme(node: Any, ops: Any, bound: Any, dtype: torch.dtype) -> Any:
-    """``(input, granularity, bounded by zero)`` of a smallest or largest value, None if not one."""
-    bounded = False
+    """``(input, granularity)`` of a smallest or largest value and how it is bounded by zero, else
+    None: ``values`` (it is not), ``zero``, ``clamped``, or ``other`` (zeros first)."""
+    how = "values"
     while True:
         node = peel_views(node)
-        found = commuted(node, (bound,), is_zero)
-        if found is not None and not bounded:
-            node, bounded = found[1], True
+        bounded = _bounded_by_zero(node, bound)
+        if bounded is not None and how == "values":
+            node, how = bounded
         elif cast_to(node) == dtype and isinstance(node.args[0], fx.Node):
             node = node.args[0]
         else:
             break
     known = reduced(node, ops)
-    return None if known is None else (*known, bounded)
+    return None if known is None else (known, how)
+
+
+def _bounded_by_zero(node: Any, op: Any) -> tuple[Any, str] | None:
+    """The value that ``node`` bounds by zero, ``op`` the operator of two tensors that does it."""
+    found = commuted(node, (op,), is_zero)
+    if found is not None:
+        return found[1], "zero" if node.args[0] is found[1] else "other"
+    dtype = dtype_of(node)
+    limited = None if dtype is None else clamp_in(node, dtype)
+    wanted = (-math.inf, 0.0) if op is aten.minimum.default else (0.0, math.inf)
+    return (limited[0], "clamped") if limited is not None and limited[1:] == wanted else None
+
+
+def _span(low: str, high: str, floor: tuple[str, float], dtype: torch.dtype) -> str | None:
+    """The ``span`` of a form from how both ends are bounded by zero, None if that is not one.
+
+    Ways differ in the sign of a zero, which a scale loses only in a floor above zero.
+    """
+    if "values" in (low, high):
+        return "values" if low == high else None
+    if floor[1] >= torch.finfo(dtype).tiny:
+        return "zero"
+    return low if low == high != "other" else None
 
 
 def read_span(node: Any) -> Span | None:
@@ -127,13 +152,12 @@ def read_span(node: Any) -> Span | None:
         return None
     high = _extreme(high_node, MAXIMA, aten.maximum.default, dtype)
     low = _extreme(low_node, MINIMA, aten.minimum.default, dtype)
-    if high is None or high != low:
+    if high is None or low is None or high[0] != low[0]:
         return None
-    over, granularity, bounded = high
+    (over, granularity), span = high[0], _span(low[1], high[1], floor, dtype)
     source = peel(over)
-    if not isinstance(source, fx.Node):
+    if not isinstance(source, fx.Node) or span is None:
         return None
-    span = "zero" if bounded else "values"
     low_node = peel_views(low_node)
     return Span(
         source, over, granularity, raw, low_node, how, number[0], *floor, dtype, span

@@ -23,7 +23,6 @@ from spell_zero_point import (
     static,
     token,
     torchao_symmetric,
-    torchao_token,
 )
 
 Tensor = torch.Tensor
@@ -282,12 +281,72 @@ def test_a_product_with_another_zero_point_is_read_as_that() -> None:
     assert_same_bits(run(passed.after, *inputs), run(passed.before, *inputs))
 
 
-def test_a_clamped_zero_point_goes_as_int8() -> None:
-    """Kernels that need a small one know that it is."""
-    for quantise, dtype in ((torchao_token, I8), (token, I32)):
-        passed = Passed(trace(product_of(quantise, by_int32), shifted_values(19, K), S, *weight()))
-        (site,) = passed.sites("scaled_mm")
-        assert site.status == "lowered" and dtype in (I8, I32)
+def _zero_clamped(clamp: Callable[[Tensor], Tensor]) -> Fn:
+    def fn(x: Tensor, s: Tensor, z: Tensor, w: Tensor, sb: Tensor) -> Tensor:
+        q = (torch.round(x.float() / s) + 3).clamp(-128, 127).to(I8)
+        total = torch._int_mm(q, w.t()) - clamp(z) * w.sum(1, dtype=I32)
+        return (total.float() * s * sb).to(BF16)
+
+    return fn
+
+
+#: name -> (how the zero point is made from float32, whether every value of it is one of int8)
+CLAMPED: dict[str, tuple[Callable[[Tensor], Tensor], bool]] = {
+    "as_int32": (lambda z: z.to(I32).clamp(-128, 127), True),
+    "as_int64": (lambda z: z.to(torch.int64).clamp(-128, 127).to(I32), True),
+    "as_float32": (lambda z: z.clamp(-128, 127).to(I32), False),
+    "as_float32_rounded": (lambda z: z.clamp(-128, 127).round().to(I32), False),
+    "wider": (lambda z: z.to(I32).clamp(-128, 128), False),
+}
+
+
+@pytest.mark.parametrize("name", CLAMPED)
+@pytest.mark.parametrize("zero", [float("nan"), float("inf"), -float("inf"), 2.7, 300.0])
+def test_a_zero_point_goes_as_int8_where_it_is_one_whatever_it_is_made_from(
+    name: str, zero: float
+) -> None:
+    """NaN passes a clamp: as int32 it is another number than as int8."""
+    clamp, fits = CLAMPED[name]
+    codes, scales, _ = weight()
+    fn, inputs = _zero_clamped(clamp), (values(19, K), S, torch.tensor(zero), codes, scales)
+    reading = Reading(trace(fn, *inputs))
+    reading.check(*inputs)
+    (draft,) = [d for d in reading.drafts if d.kind == "scaled_mm"]
+    assert (draft.node.args[11].meta["val"].dtype == I8) == fits
+    for kernel in ("torch_int8_cpu", "torch_dequant"):
+        passed = Passed(trace(fn, *inputs), force=kernel)
+        assert [site.kernel for site in passed.sites("scaled_mm")] == [kernel]
+        assert_same_bits(run(passed.after, *inputs), run(passed.before, *inputs))
+
+
+@pytest.mark.parametrize("zero_dtype", [I32, F32], ids=str)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 0.0, 3.0])
+def test_the_clamped_zero_point_of_a_quantise_stays_what_it_is(
+    zero_dtype: torch.dtype, value: float
+) -> None:
+    """Rows that hold no number, or one number: the zero point is NaN before it is clamped."""
+
+    def fn(x: Tensor, w: Tensor, sb: Tensor) -> Tensor:
+        wide = x.float()
+        low, high = wide.amin(-1, keepdim=True), wide.amax(-1, keepdim=True)
+        scale = (high - low) / 255
+        zero = torch.round(-128 - low / scale).clamp(-128, 127).to(zero_dtype)
+        q = (torch.round(wide / scale) + zero).clamp(-128, 127).to(I8)
+        sums = w.sum(1, dtype=I32)
+        if zero_dtype == I32:
+            total = (torch._int_mm(q, w.t()) - zero * sums).float()
+        else:
+            total = torch._int_mm(q, w.t()).float() - zero * sums.float()
+        return (total * scale * sb).to(BF16)
+
+    codes, scales, _ = weight()
+    x = shifted_values(19, K)
+    x[3], x[5, 7] = value, value
+    passed = Passed(trace(fn, x, codes, scales))
+    assert [site.status for site in passed.sites("scaled_mm")] == ["lowered"]
+    (form,) = Reading(trace(fn, x, codes, scales)).forms("quantize")
+    assert "zero_clamp=codes" in form
+    assert_same_bits(run(passed.after, x, codes, scales), run(passed.before, x, codes, scales))
 
 
 Wrong = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
