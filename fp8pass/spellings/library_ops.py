@@ -104,6 +104,7 @@ class LibraryOp:
         renamed: names that an argument has in other versions -> the one used here.
         ignored: names of arguments that change nothing of what is read.
         dialect: what the report gives as source; else the namespace.
+        order: entries are asked in this order, then in that of the files.
     """
 
     name: str
@@ -116,6 +117,7 @@ class LibraryOp:
     renamed: tuple[tuple[str, str], ...] = ()
     ignored: tuple[str, ...] = ()
     dialect: str = ""
+    order: int = 100
 
 
 @cache
@@ -125,7 +127,7 @@ def _table() -> tuple[LibraryOp, ...]:
     found: list[LibraryOp] = []
     for info in pkgutil.iter_modules(package.__path__):
         found += getattr(importlib.import_module(f"{__package__}.{info.name}"), "OPS", ())
-    return tuple(found)
+    return tuple(sorted(found, key=lambda op: op.order))
 
 
 _found: dict[torch._ops.OpOverload, LibraryOp | None] = {}

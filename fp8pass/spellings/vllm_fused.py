@@ -39,14 +39,17 @@ OPS = (
     _op("_C::silu_and_mul_quant", "activation", "SiLU·mul and static quantise"),
     _op("_C::silu_and_mul_per_block_quant", "activation", "SiLU·mul and quantise per group"),
     _op(
-        r"vllm::rocm_aiter_(rms\w*|fused_rms\w*)_quant", "norm", "norm and quantise (AITER)"
+        r"vllm::\w*aiter_(rms|fused_rms)\w*_quant", "norm", "norm and quantise (AITER)"
     ),
     _op(
-        r"vllm::rocm_aiter_act_mul_\w*quant", "activation", "activation and quantise (AITER)"
+        r"vllm::\w*aiter_act_mul_\w*quant", "activation", "activation and quantise (AITER)"
     ),
-    # behind every other entry of these namespaces, as the files are read in the order of their names
     LibraryOp(
-        r"vllm::\w*(scaled_mm|w8a8|blockscale)\w*", "scaled_mm", None, _unknown, _TESTED,
-        dialect="vllm",
+        r"(_C|vllm)::\w*(scaled_mm|w8a8|blockscale)\w*", "scaled_mm", None, _unknown, _TESTED,
+        dialect="vllm", order=200,
+    ),
+    LibraryOp(
+        r"_C::\w*(fp8|int8)\w*quant\w*", "quantize", None, _unknown, _TESTED,
+        dialect="vllm", order=200,
     ),
 )  # fmt: skip

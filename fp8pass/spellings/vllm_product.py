@@ -209,14 +209,14 @@ OPS = (
         dialect="vllm",
     ),
     _stays(
-        "_C::fp8_scaled_mm_cpu",
-        "bf16 activations by an fp8 weight packed for the CPU (W8A16), with nothing to quantise",
-    ),
-    _stays("_C::onednn_scaled_mm", "int8 codes by a weight that oneDNN keeps behind a handle"),
-    _stays(
         "_C::(fp8|int8)_scaled_mm_with_quant",
         "it quantises its activations inside, in a way that the graph does not show",
     ),
+    _stays(
+        r"_C::fp8_scaled_mm_\w+",
+        "bf16 activations by an fp8 weight packed for the CPU (W8A16), with nothing to quantise",
+    ),
+    _stays("_C::onednn_scaled_mm", "int8 codes by a weight that oneDNN keeps behind a handle"),
     _stays("_C::cutlass_scaled_mm_azp", "int8 codes with a zero point, corrected by its own sums"),
     _stays(
         "vllm::(dynamic_)?flashinfer_(deepgemm|fp8)_blockscale_gemm",
