@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -9,6 +10,7 @@ from torch import fx
 from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
+from fp8pass.spellings.functionalised import inner_operator
 from fp8pass.spellings.norm_reasons import unread_norm
 from fp8pass.spellings.walk import VIEWS, is_call
 
@@ -29,12 +31,18 @@ def describe(node: Any) -> str:
         return f"graph input {node.name}"
     if is_call(node, *VIEWS):
         return f"{describe(node.args[0])} (reshaped)"
-    return f"{node.target} ({node.name})"
+    made = node.args[0] if is_call(node, operator.getitem) else node
+    return f"{called(made)} ({node.name})"
+
+
+def called(node: Any) -> str:
+    """What a call calls, for messages; the operator inside of a call in functional form."""
+    return str(inner_operator(node) or node.target)
 
 
 def readers_text(nodes: list[fx.Node]) -> str:
     """The readers of a value, for messages."""
-    names = [str(n.target) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
+    names = [called(n) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
 

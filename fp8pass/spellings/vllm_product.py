@@ -153,7 +153,7 @@ def _product(
         if form.granularity == "token" and act == "tensor":
             act = "token"  # one row
     else:
-        static = act == "tensor" and peel_views_is_input(a)
+        static = act == "tensor" and (peel_views_is_input(a) or peel_views_is_input(scale_a))
     name = dtype_name(a.meta["val"].dtype)
     return ProductMatch(
         out,
