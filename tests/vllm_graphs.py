@@ -182,3 +182,35 @@ def _numbers(text: str) -> Iterator[int]:
 def hint(size: Any) -> int:
     """The example of a size."""
     return size if isinstance(size, int) else int(size.node.hint)
+
+
+def moved(traced: fx.GraphModule, device: str) -> fx.GraphModule:
+    """``traced`` on fake tensors of another device, which need not exist (see :func:`rebuild`)."""
+    graph = fx.Graph()
+    nodes: dict[fx.Node, fx.Node] = {}
+    target = torch.device(device)
+    for node in traced.graph.nodes:
+        copy = nodes[node] = graph.node_copy(node, lambda n: nodes[n])
+        copy.kwargs = {
+            k: target if isinstance(v, torch.device) else v for k, v in copy.kwargs.items()
+        }
+        if node.op == "output":
+            continue
+        value = node.meta["val"]
+        if node.op == "placeholder":
+            if isinstance(value, FakeTensor):
+                meta = torch.empty_strided(
+                    value.shape, value.stride(), dtype=value.dtype, device="meta"
+                )
+                copy.meta["val"] = FakeTensor(value.fake_mode, meta, target)
+            continue
+        args, kwargs = fx.node.map_arg((copy.args, copy.kwargs), lambda n: n.meta["val"])
+        with mode_of(traced), enable_python_dispatcher():
+            copy.meta["val"] = copy.target(*args, **kwargs)
+    return fx.GraphModule(torch.nn.Module(), graph)
+
+
+def mode_of(traced: fx.GraphModule) -> FakeTensorMode:
+    """The fake mode of a graph's inputs."""
+    values = (node.meta["val"] for node in traced.graph.find_nodes(op="placeholder"))
+    return next(value.fake_mode for value in values if isinstance(value, FakeTensor))
