@@ -98,7 +98,20 @@ def silu(gate: Tensor) -> Tensor:
     return gate / (1 + torch.exp(-gate))
 
 
-define("_C::silu_and_mul", "(Tensor! result, Tensor input) -> ()", _gated(silu))
+def gelu(gate: Tensor) -> Tensor:
+    return (gate * 0.5) * (1 + torch.erf(gate * 0.7071067811865476))
+
+
+def gelu_tanh(gate: Tensor) -> Tensor:
+    cube = gate * gate * gate
+    inner = 0.7978845608028654 * (gate + 0.044715 * cube)
+    return (0.5 * gate) * (1 + torch.tanh(inner))
+
+
+for _name, _act in (
+    ("silu_and_mul", silu), ("gelu_and_mul", gelu), ("gelu_tanh_and_mul", gelu_tanh)
+):  # fmt: skip
+    define(f"_C::{_name}", "(Tensor! result, Tensor input) -> ()", _gated(_act))
 
 
 # ---- quantises -----------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def touches_fp8(graph: fx.Graph) -> bool:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node):
+        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node) or _is_library(node):
             return True
     return False
 

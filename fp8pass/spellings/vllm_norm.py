@@ -62,9 +62,9 @@ def _ir_form(x: torch.Tensor, weight: torch.Tensor | None, add: bool) -> NormFor
     return None
 
 
-def _pair(x: Any, weight: Any) -> str:
-    held = tensor(weight)
-    return f"it normalises {tensor(x).dtype} values with a weight of {held and held.dtype}"  # type: ignore[union-attr]
+def _pair(value: torch.Tensor, weight: torch.Tensor | None) -> str:
+    dtype = None if weight is None else weight.dtype
+    return f"it normalises {value.dtype} values with a weight of {dtype}"
 
 
 def _result(node: fx.Node, value: torch.Tensor) -> str | None:
@@ -83,7 +83,7 @@ def _ir_norm(node: fx.Node, given: Arguments) -> Producer | str:
         return why
     form = _ir_form(x.meta["val"], tensor(weight), add=False)
     if form is None:
-        return _pair(x, weight)
+        return _pair(x.meta["val"], tensor(weight))
     args = (x, weight, eps, str(form))
     return Producer(_ops.rms_norm.default, args, str(form), {"y": node})
 
@@ -110,7 +110,7 @@ def _ir_add_norm(node: fx.Node, given: Arguments) -> Producer | str:
             return why
     form = _ir_form(value, tensor(weight), add=True)
     if form is None:
-        return _pair(x, weight)
+        return _pair(value, tensor(weight))
     args = (x, residual, weight, eps, str(form))
     results: dict[str, Any] = {"y": normed, "total": totals}
     return Producer(_ops.add_rms_norm.default, args, str(form), results)
@@ -126,7 +126,7 @@ def _compiled(node: fx.Node, given: Arguments) -> Producer | str:
     if value.device.type != HOST:
         return "whether it rounds before it multiplies by the weight differs between versions"
     if held is not None and held.dtype != value.dtype:
-        return _pair(x, weight)
+        return _pair(value, held)
     results = written(node, "result", "out")
     if not results:
         return "nothing reads what it writes"
