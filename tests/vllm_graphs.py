@@ -104,9 +104,7 @@ class _Builder:
         if text.startswith("return "):
             self.results = text.removeprefix("return ")
             return
-        name, note, source = re.fullmatch(
-            r"(\w+)(?:: \"([^\"]*)\")? = (.*)", text
-        ).groups()  # type: ignore[union-attr]
+        name, note, source = re.fullmatch(r"(\w+)(?:: \"([^\"]*)\")? = (.*)", text).groups()  # type: ignore[union-attr]
         tree = ast.parse(source, mode="eval").body
         missing = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name)}
         missing -= {*self.nodes, "torch", "device", "inf"}

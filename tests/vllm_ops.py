@@ -186,6 +186,36 @@ define(
 )
 
 
+def _int8(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
+    assert azp is None
+    result.copy_((input.to(F32) / scale).round().clamp(-128, 127).to(torch.int8))
+
+
+define(
+    "_C::static_scaled_int8_quant",
+    "(Tensor! result, Tensor input, Tensor scale, Tensor? azp) -> ()",
+    _int8,
+)
+define(
+    "_C::dynamic_scaled_int8_quant",
+    "(Tensor! result, Tensor input, Tensor! scale, Tensor!? azp) -> ()",
+)
+
+
+def _vec(input: Tensor, channelwise: bool, scale_opt: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert channelwise and scale_opt is None
+    scale = (input.to(F32).abs().amax(-1) / 448).clamp(min=2.0**-23)
+    return codes(input.to(F32) * (1 / scale).unsqueeze(-1)), scale
+
+
+define(
+    "_C::quantize_fp8e4m3_vec",
+    "(Tensor input, bool channelwise, Tensor? scale_opt) -> (Tensor, Tensor)",
+    _vec,
+    lambda x, rows, s: (torch.empty_like(x, dtype=E4), x.new_empty(x.shape[:-1], dtype=F32)),
+)
+
+
 # ---- vLLM's own fusions --------------------------------------------------------------------------
 
 

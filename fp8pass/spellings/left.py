@@ -11,8 +11,9 @@ from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
 from fp8pass.spellings.functionalised import inner_operator
+from fp8pass.spellings.library_ops import library_op, match_library_op
 from fp8pass.spellings.norm_reasons import unread_norm
-from fp8pass.spellings.walk import VIEWS, is_call
+from fp8pass.spellings.walk import VIEWS, is_call, peel_views
 
 
 def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
@@ -21,6 +22,21 @@ def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
         if draft.status == "fused" and any(swap.new is value for swap in draft.swaps):
             return draft
     return None
+
+
+def _unread_library(source: Any) -> Verdict | None:
+    """Why a norm or an activation in an operator of a library, which made ``source``, is unread."""
+    made = peel_views(source)
+    made = made.args[0] if is_call(made, operator.getitem) else made
+    op = library_op(made)
+    if op is None or op.kind not in ("norm", "activation"):
+        return None
+    found = match_library_op(made)
+    if not isinstance(found, Verdict):
+        return None
+    if op.kind == "norm":
+        return no("FP8-R003", node=made.name, why=found.message)
+    return no("FP8-R004", producer=describe(source), why=found.message)
 
 
 def describe(node: Any) -> str:
@@ -68,6 +84,9 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
                 key=draft.form,
                 fused=first.quant_form,
             )
+        unread = _unread_library(source)
+        if unread is not None:
+            return unread
         norm = unread_norm(source)
         if norm is not None:
             return no("FP8-R003", node=norm[0], why=norm[1])

@@ -260,3 +260,25 @@ def may_be_merged(node: fx.Node) -> bool:
     """Whether two equal calls are one: a quantise that was read (a stochastic one is not)."""
     op = library_op(node)
     return op is not None and op.kind == "quantize" and isinstance(_read(op, node), QuantMatch)
+
+
+def merge_arguments(node: fx.Node) -> tuple[Any, Any]:
+    """``(args, kwargs)`` of a call for comparing it with another one.
+
+    Memory that a call in functional form was given to write to is not compared, but its layout is:
+    it is the call's own (:func:`functionalised.not_fresh`) where the call is read.
+    """
+    call = functional(node)
+    if call is None or not may_be_merged(node):
+        return node.args, node.kwargs
+    own = {id(call.given[name]) for name in call.places}
+
+    def laid_out(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(laid_out(item) for item in value)
+        if not isinstance(value, fx.Node) or id(value) not in own:
+            return value
+        held = value.meta["val"]
+        return str((held.dtype, held.device, tuple(held.shape), held.stride()))
+
+    return node.args, {name: laid_out(value) for name, value in node.kwargs.items()}

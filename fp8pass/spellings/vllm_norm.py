@@ -99,9 +99,7 @@ def _ir_add_norm(node: fx.Node, given: Arguments) -> Producer | str:
         return "its residual has another dtype or other sizes than its input"
     if value.dtype not in _NARROW:
         return f"its sum of {value.dtype} values is never rounded"
-    normed, totals = (
-        tuple(u for u in node.users if getitem_of(u) == i) for i in (0, 1)
-    )
+    normed, totals = (tuple(u for u in node.users if getitem_of(u) == i) for i in (0, 1))
     if not normed:
         return "nothing reads the value that it normalises"
     for result in (*normed, *totals):

@@ -122,9 +122,7 @@ def _along(scale: torch.Tensor, size: Any, dim: int) -> bool | None:
     return None
 
 
-def _blocks(
-    scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor
-) -> bool:
+def _blocks(scale_a: torch.Tensor, scale_b: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether there is a scale for each 1x128 of ``a [M, K]`` and each 128x128 of ``b [K, N]``."""
     depth, width = b.shape
     if type(depth) is not int or type(width) is not int or depth <= _BLOCK:

