@@ -35,7 +35,7 @@ from fp8pass.spellings.library_ops import (
 from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.look_through import GENERIC, PRODUCERS, look_through, mixed_rows
 from fp8pass.spellings.put_layout import put_layouts
-from fp8pass.spellings.put_product import put_dequantised, put_weight_only
+from fp8pass.spellings.put_product import library_operands, put_dequantised, put_weight_only
 from fp8pass.spellings.put_zero_point import given_pair, put_pair
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
 from fp8pass.spellings.registry import Part, Producer, quantised_spellings, spellings_at
@@ -44,7 +44,6 @@ from fp8pass.spellings.walk import (
     aten,
     is_call,
     peel_views,
-    same,
     val,
     where,
 )
@@ -353,24 +352,11 @@ class Reader:
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
-        """The generic product of a library's, whose weight may be ``[N, K]`` and scales 1-D."""
-        bench, root = self.bench, found.root
-        b, scale_a, scale_b = found.weight, found.scale_a, found.scale_b
-        with bench.graph.inserting_before(root):
-            if not found.turned:
-                b = bench.call(aten.permute.default, (b, [1, 0]), root)
-            if found.act_key.endswith("token") and val(scale_a).dim() == 1:
-                scale_a = bench.call(aten.unsqueeze.default, (scale_a, -1), root)
-            kind = found.weight_key.split("/")[2]
-            if kind == "channel" and val(scale_b).dim() == 1:
-                scale_b = bench.call(aten.unsqueeze.default, (scale_b, 0), root)
-            elif (kind == "channel" and not same(val(scale_b).shape[0], 1)) or (
-                kind.startswith("group") and not found.turned
-            ):
-                scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+        b, scale_a, scale_b = library_operands(self.bench, found)
         keys = (found.act_key, found.weight_key, found.use_fast_accum, None, "")
         args = (found.a, b, scale_a, scale_b, found.bias, found.out_dtype, *keys)
-        draft = self._put_single("scaled_mm", root, _ops.scaled_mm.default, args, "", name="out")
+        root, op = found.root, _ops.scaled_mm.default
+        draft = self._put_single("scaled_mm", root, op, args, "", name="out")
         draft.key = f"{found.act_key} x {found.weight_key}"
 
     def _put_quantise(self, found: QuantMatch) -> None:

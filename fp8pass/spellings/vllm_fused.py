@@ -1,9 +1,9 @@
-"""Dialect of vLLM: its own fusions of a norm or an activation with a quantise, as sites that are done.
+"""Dialect of vLLM: its own fusions of a norm or an activation with a quantise, as sites done.
 
 vLLM's passes and, since 0.32, its models put these in. Their arithmetic is that of kernels which
 round in their own places (a norm in float32 up to the codes, say), so they are not taken apart: the
-report names them, and what they were made of. Operators of vLLM's that quantise or multiply and that
-no table knows are named as well.
+report names them, and what they were made of. Operators of vLLM's that quantise or multiply and
+that no table knows are named as well.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ applied in float32 to the sum, which is rounded once. Products with one scale fo
 or tensor accumulate in the reduced precision of the tensor core where there is one, so they are
 read as products that allow it; the sums of blocks are added up in float32, those of int8 are exact.
 
-``vllm::fp8_gemm_nt_op`` is DeepGEMM: ``weight [N, K]``, bf16 results, scales as those blocks, unless
-they are rounded to powers of two and packed (``use_deep_gemm_e8m0``), which is not read.
+``vllm::fp8_gemm_nt_op`` is DeepGEMM: ``weight [N, K]``, bf16 results, scales as those blocks,
+unless they are rounded to powers of two and packed (``use_deep_gemm_e8m0``), which is not read.
 
 What quantises inside, what multiplies bf16 values by an fp8 weight and what keeps its weight behind
 a handle stays in the kernel that vLLM chose, with that reason.

