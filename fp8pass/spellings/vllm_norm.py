@@ -1,7 +1,7 @@
 """Dialect of vLLM: its norms, as operators of its IR and as calls of its compiled kernels.
 
 ``vllm_ir::rms_norm`` and ``vllm_ir::fused_add_rms_norm`` are defined by vLLM's reference
-(``vllm/ir/ops/layernorm.py``, 0.21 to 0.33), whatever kernel they get later:
+(``vllm/ir/ops/layernorm.py``, 0.32), whatever kernel they get later:
 
     x.f32 (+ residual.f32) ─ mean of squares + eps ─ rsqrt ─ mul ─ cast to the weight's dtype
         ─ mul weight ─ cast to the dtype of x;    residual = the sum, cast to the dtype of x
@@ -147,7 +147,7 @@ def _compiled_add(node: fx.Node, given: Arguments) -> str:
     return "whether it rounds before it multiplies by the weight differs between versions"
 
 
-_IR, _C = "vLLM's IR, 0.21 to 0.33", "vLLM 0.21 to 0.33"
+_IR, _C = "vLLM's IR, 0.32", "vLLM's sources of 2026"
 _OUT = (("out", "result"),)
 
 OPS = (

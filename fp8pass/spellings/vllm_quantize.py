@@ -1,7 +1,7 @@
 """Dialect of vLLM: the quantises of its compiled kernels, ``_C::static_scaled_fp8_quant`` and on.
 
-Arithmetic as in vLLM's sources (``csrc/quantization/w8a8/fp8``), which did not change from 0.10 to
-0.33, in float32 whatever the input is; all saturate at 448 (e4m3fn):
+Arithmetic as in vLLM's sources (``csrc/quantization/w8a8/fp8``, several of 2025 and 2026, which
+agree), in float32 whatever the input is; all saturate at 448 (e4m3fn):
 
 - ``static_scaled_fp8_quant``: ``q = x * (1 / scale)``;
 - ``dynamic_scaled_fp8_quant``: ``scale = amax / 448`` of the whole tensor, ``q = x * (1 / scale)``.
@@ -197,7 +197,7 @@ def _per_group(node: fx.Node, given: Arguments) -> QuantMatch | str:
     return QuantMatch(codes, x, scale, form)
 
 
-_TESTED = "vLLM 0.21 to 0.33"
+_TESTED = "vLLM's sources of 2026"
 _OUT = (("out", "result"),)
 
 OPS = (

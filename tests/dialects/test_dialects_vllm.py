@@ -309,6 +309,27 @@ def test_scales_in_columns(request: pytest.FixtureRequest) -> None:
     host_run(made, *given)
 
 
+def aligned(x: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    q, groups = torch.empty_like(x, dtype=E4), x.shape[1] // 128
+    scale = torch.empty_strided((x.shape[0], groups), (1, 8), dtype=F32, device=x.device)
+    C.per_token_group_fp8_quant(x, q, scale, 128, 1e-10, -448.0, 448.0, False, True, True)
+    return q, scale
+
+
+def test_scales_aligned_for_tma() -> None:
+    def function(x: Tensor, w: Tensor, s: Tensor) -> Any:
+        return aligned(IR.rms_norm(x, w, 1e-5), s)
+
+    for rows, layout in ((6, "tma"), (8, "col")):
+        given = values(rows, 256), vector(256), S
+        made = on_gpu(function, *given)
+        (node,) = [n for n in made.fused.graph.nodes if "norm_quant" in str(n.target)]
+        assert f"float8_e4m3fn,{FORMS[per_group]},layout={layout}" in node.args
+        host_run(made, *given)
+    made = on_gpu(function, values(9, 256), vector(256), S)  # strides of neither
+    assert "its scale has the strides" in refused(made, "quantize")
+
+
 def test_powers_of_two() -> None:
     made = on_gpu(lambda x, s: per_group(x, s, power=True), values(6, 256), S)
     (site,) = made.sites("quantize")
