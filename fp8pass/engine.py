@@ -101,7 +101,8 @@ def graph_target(graph: fx.Graph, options: Options) -> Target | Verdict:
     for node in anchors(graph):
         value = val(node)
         value = list(value.values()) if isinstance(value, dict) else value
-        value = value[0] if isinstance(value, (tuple, list)) and value else value
+        if isinstance(value, (tuple, list)):  # None for what a call in functional form returns
+            value = next((item for item in value if isinstance(item, torch.Tensor)), None)
         if isinstance(value, torch.Tensor):
             devices.add(value.device)
     types = sorted({device.type for device in devices})

@@ -99,6 +99,18 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         "the operator {op} at {node} is not read: {why}",
         "docs/dialects.md says which operators of which libraries are read",
     ),
+    Reason(
+        "FP8-R011",
+        "fused already, by the engine that made the graph",
+        "{op} at {node} is a fusion of {dialect}'s own: {what}",
+        "nothing to do; to have fp8pass choose the kernel instead, let it run before those fusions",
+    ),
+    Reason(
+        "FP8-R012",
+        "a product in a kernel that the engine chose, which is kept",
+        "{op} at {node} is a product that {dialect} has given a kernel: {what}",
+        "nothing to do; another backend of the engine may give a product that fp8pass reads",
+    ),
     # ---- fusing --------------------------------------------------------------------------------
     Reason(
         "FP8-F001",

@@ -56,6 +56,8 @@ _ARCHITECTURES: dict[str, tuple[str, torch.dtype | None, int | None]] = {
 }
 #: torch's device type of the host, where constants are computed and weights are packed.
 HOST = "cpu"
+#: torch's device type of NVIDIA's devices and of AMD's, for which libraries share their sources.
+GPU = "cuda"
 
 #: Short names of a whole kind; "cpu" is the most careful of its architectures.
 _ALIASES = {"cpu": "cpu-generic", "xpu": "xpu-bmg"}

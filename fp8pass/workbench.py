@@ -19,7 +19,7 @@ from torch import fx
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.fx.graph import _Namespace
 
-from fp8pass.spellings.library_ops import may_be_merged
+from fp8pass.spellings.library_ops import may_be_merged, merge_arguments
 from fp8pass.spellings.walk import argument, aten, prims, same_shape, tensor
 from fp8pass.strides import contiguous_strides
 
@@ -386,7 +386,7 @@ def merge_common(graph: fx.Graph, anchors: Iterable[fx.Node]) -> int:
     for node in list(graph.nodes):
         if node not in cone:
             continue
-        key = (node.target, _key(node.args), _key(node.kwargs))
+        key = (node.target, *map(_key, merge_arguments(node)))
         try:
             first = seen.setdefault(key, node)
         except TypeError:  # an argument that cannot be hashed

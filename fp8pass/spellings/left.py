@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import fx
@@ -10,8 +11,10 @@ from fp8pass.reasons import Verdict, no
 from fp8pass.site_draft import Draft
 from fp8pass.spellings.activation import why_not_read
 from fp8pass.spellings.by_place import read_by_place
+from fp8pass.spellings.functionalised import inner_operator
+from fp8pass.spellings.library_ops import library_op, match_library_op
 from fp8pass.spellings.norm_reasons import unread_norm
-from fp8pass.spellings.walk import VIEWS, is_call
+from fp8pass.spellings.walk import VIEWS, is_call, peel_views
 
 
 def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
@@ -22,6 +25,21 @@ def _fused_already(value: Any, drafts: dict[fx.Node, Draft]) -> Draft | None:
     return None
 
 
+def _unread_library(source: Any) -> Verdict | None:
+    """Why a norm or an activation in an operator of a library, which made ``source``, is unread."""
+    made = peel_views(source)
+    made = made.args[0] if is_call(made, operator.getitem) else made
+    op = library_op(made)
+    if op is None or op.kind not in ("norm", "activation"):
+        return None
+    found = match_library_op(made)
+    if not isinstance(found, Verdict):
+        return None
+    if op.kind == "norm":
+        return no("FP8-R003", node=made.name, why=found.message)
+    return no("FP8-R004", producer=describe(source), why=found.message)
+
+
 def describe(node: Any) -> str:
     """A short name of what made a value, for messages."""
     if not isinstance(node, fx.Node):
@@ -30,12 +48,18 @@ def describe(node: Any) -> str:
         return f"graph input {node.name}"
     if is_call(node, *VIEWS):
         return f"{describe(node.args[0])} (reshaped)"
-    return f"{node.target} ({node.name})"
+    made = node.args[0] if is_call(node, operator.getitem) else node
+    return f"{called(made)} ({node.name})"
+
+
+def called(node: Any) -> str:
+    """What a call calls, for messages; the operator inside of a call in functional form."""
+    return str(inner_operator(node) or node.target)
 
 
 def readers_text(nodes: list[fx.Node]) -> str:
     """The readers of a value, for messages."""
-    names = [str(n.target) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
+    names = [called(n) if n.op == "call_function" else f"the graph's {n.op}" for n in nodes]
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:4]) + (" ..." if len(distinct) > 4 else "") or "nothing"
 
@@ -62,6 +86,9 @@ def not_fused(draft: Draft, live: set[fx.Node], drafts: dict[fx.Node, Draft]) ->
                 fused=first.quant_form,
             )
         assert isinstance(source, fx.Node)
+        unread = _unread_library(source)
+        if unread is not None:
+            return unread
         placed = read_by_place((source,))
         norm = unread_norm(source)
         if norm is not None:

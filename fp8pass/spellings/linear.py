@@ -25,6 +25,7 @@ from fp8pass.spellings.dequantised import (
     weight_only,
 )
 from fp8pass.spellings.operands import Operand
+from fp8pass.spellings.padding import without_padding
 from fp8pass.spellings.quantize import QuantMatch, is_fp8_cast
 from fp8pass.spellings.walk import (
     argument,
@@ -77,6 +78,7 @@ def _read(root: fx.Node) -> ScaledMMMatch | str:
     bias = argument(root, 4, "bias")
     scale_result = argument(root, 5, "scale_result")
     fast = bool(argument(root, 7, "use_fast_accum", False))
+    root, a = without_padding(root, a, scale_a)
     va, vb, vsa, vsb, result = (tensor(n) for n in (a, b, scale_a, scale_b, root))
     if va is None or vb is None or vsa is None or vsb is None or result is None:
         return "the graph does not know its shapes"

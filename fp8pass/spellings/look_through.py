@@ -24,6 +24,8 @@ def look_through(found: QuantMatch) -> tuple[fx.Node, list[fx.Node]]:
     is lost by reshaping codes and scale instead; otherwise ``(x, [])``.
     """
     own = [] if found.split is None else [found.split]
+    if found.form.layout != "row":  # strides of its scale that a reshape would not keep
+        return found.x, own
     views: list[fx.Node] = []
     node = found.x
     while is_call(node, *VIEWS) and isinstance(node.args[0], fx.Node):

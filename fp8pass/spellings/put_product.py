@@ -9,6 +9,7 @@ from torch import fx
 
 from fp8pass.ops.product_form import ProductForm
 from fp8pass.spellings.dequantised import DequantisedMatch, keys_of
+from fp8pass.spellings.library_ops import ProductMatch
 from fp8pass.spellings.operands import Operand
 from fp8pass.spellings.put_zero_point import clamped_zero
 from fp8pass.spellings.walk import VIEWS, aten, is_call, one_element, same, val
@@ -51,6 +52,27 @@ def put_dequantised(bench: Workbench, found: DequantisedMatch) -> tuple[fx.Node,
             target = aten.reshape.default if _reshapes(view) else view.target
             result = bench.call(target, (result, *view.args[1:]), root)
     return node, result
+
+
+def library_operands(bench: Workbench, found: ProductMatch) -> tuple[fx.Node, fx.Node, fx.Node]:
+    """``(b, scale_a, scale_b)`` of a library's product as the generic operator takes them.
+
+    The library's weight may be ``[N, K]``, and its scales 1-D or oriented as that is.
+    """
+    root, kind = found.root, found.weight_key.split("/")[2]
+    b, scale_a, scale_b = found.weight, found.scale_a, found.scale_b
+    with bench.graph.inserting_before(root):
+        if not found.turned:
+            b = bench.call(aten.permute.default, (b, [1, 0]), root)
+        if found.act_key.endswith("token") and val(scale_a).dim() == 1:
+            scale_a = bench.call(aten.unsqueeze.default, (scale_a, -1), root)
+        if kind == "channel" and val(scale_b).dim() == 1:
+            scale_b = bench.call(aten.unsqueeze.default, (scale_b, 0), root)
+        elif (kind == "channel" and not same(val(scale_b).shape[0], 1)) or (
+            kind.startswith("group") and not found.turned
+        ):
+            scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+    return b, scale_a, scale_b
 
 
 def put_weight_only(bench: Workbench, found: WeightOnlyMatch) -> tuple[fx.Node, fx.Node]:

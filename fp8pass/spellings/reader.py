@@ -36,16 +36,15 @@ from fp8pass.spellings.library_ops import (
 from fp8pass.spellings.linear import is_scaled_mm, match_product
 from fp8pass.spellings.look_through import GENERIC, PRODUCERS, look_through, mixed_rows
 from fp8pass.spellings.put_layout import put_layouts
-from fp8pass.spellings.put_product import put_dequantised, put_weight_only
+from fp8pass.spellings.put_product import library_operands, put_dequantised, put_weight_only
 from fp8pass.spellings.put_zero_point import given_pair, put_pair
 from fp8pass.spellings.quantize import QuantMatch, is_int8_cast, is_quantise_cast
-from fp8pass.spellings.registry import Producer, quantised_spellings, spellings_at
+from fp8pass.spellings.registry import Part, Producer, quantised_spellings, spellings_at
 from fp8pass.spellings.scale import stored_e8m0
 from fp8pass.spellings.walk import (
     aten,
     is_call,
     peel_views,
-    same,
     val,
     where,
 )
@@ -60,10 +59,15 @@ def anchors(graph: fx.Graph) -> list[fx.Node]:
     found = []
     for node in graph.nodes:
         if node.op == "call_function" and (
-            is_quantise_cast(node) or is_scaled_mm(node) or _is_ours(node) or library_op(node)
+            is_quantise_cast(node) or is_scaled_mm(node) or _is_ours(node) or _is_library(node)
         ):
             found.append(node)
     return found
+
+
+def _is_library(node: fx.Node) -> bool:
+    library = library_op(node)
+    return library is not None and library.kind not in ("norm", "activation")
 
 
 def touches_fp8(graph: fx.Graph) -> bool:
@@ -72,7 +76,7 @@ def touches_fp8(graph: fx.Graph) -> bool:
         value = val(node)
         if isinstance(value, torch.Tensor) and value.dtype in FP8_DTYPES:
             return True
-        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node):
+        if _is_ours(node) or is_int8_cast(node) or is_scaled_mm(node) or _is_library(node):
             return True
     return False
 
@@ -104,6 +108,11 @@ class Reader:
                 continue
             if node.target in PRODUCERS:
                 self._take_native(node)
+                continue
+            library = library_op(node)
+            if library is not None:
+                if library.kind in ("norm", "activation"):
+                    self._read_library(node, library)
                 continue
             for spelling in spellings_at(node):
                 found = spelling.match(node)
@@ -163,7 +172,7 @@ class Reader:
                     None,
                 )
                 draft = self._put_single(
-                    "scaled_mm", node, _ops.scaled_mm.default, args, "", name="out"
+                    "scaled_mm", found.root, _ops.scaled_mm.default, args, "", name="out"
                 )
                 draft.key = f"{found.act_key} x {found.weight_key}"
 
@@ -249,9 +258,11 @@ class Reader:
             self._put_library_product(found)
         elif isinstance(found, QuantMatch):
             self._put_quantise(found)
+        elif isinstance(found, Producer):
+            self._put_producer(found)
         if not isinstance(found, Verdict):
             latest = next(reversed(self.drafts.values()))
-            latest.source = str(node.target).partition(".")[0]
+            latest.source = library.dialect or str(node.target).partition(".")[0]
 
     # ---- putting generic operators in ----------------------------------------------------------
 
@@ -302,6 +313,11 @@ class Reader:
     def _put_producer(self, found: Producer) -> None:
         """Put the generic operator in, behind the first of the nodes that it stands for."""
         bench, olds, flat = self.bench, found.nodes(), found.all_nodes()
+        parts = [arg for arg in found.args if isinstance(arg, Part)]
+        if parts:
+            made = {part: self._cut(part, flat[0]) for part in parts}
+            args = tuple(made[a] if isinstance(a, Part) else a for a in found.args)
+            return self._put_producer(replace(found, args=args))
         cycle = any(bench.depends_on(arg, old) for old in flat for arg in found.args)
         if cycle and found.otherwise is not None:
             return self._put_producer(found.otherwise)
@@ -322,6 +338,14 @@ class Reader:
             draft.swaps += [bench.swap(old, news[name]) for old in nodes]
         return None
 
+    def _cut(self, part: Part, root: fx.Node) -> fx.Node:
+        value = val(part.node)
+        sizes = (*value.shape[:-1], part.stop - part.start)
+        cut = self.bench.fresh(value, sizes, value.dtype, value.stride())
+        args = (part.node, value.dim() - 1, part.start, part.stop)
+        with self.bench.graph.inserting_before(root):
+            return self.bench.call(aten.slice.Tensor, args, root, cut)
+
     def _put_dequantised(self, found: DequantisedMatch | WeightOnlyMatch) -> None:
         weight_only = isinstance(found, WeightOnlyMatch)
         put = put_weight_only if weight_only else put_dequantised
@@ -331,20 +355,11 @@ class Reader:
         draft.swaps.append(self.bench.swap(found.root, result))
 
     def _put_library_product(self, found: ProductMatch) -> None:
-        """The generic product of a library's, whose weight is ``[N, K]`` and scales may be 1-D."""
-        bench, root = self.bench, found.root
-        with bench.graph.inserting_before(root):
-            b = bench.call(aten.permute.default, (found.weight, [1, 0]), root)
-            scale_a, scale_b = found.scale_a, found.scale_b
-            if val(scale_a).dim() == 1:
-                scale_a = bench.call(aten.unsqueeze.default, (scale_a, -1), root)
-            if val(scale_b).dim() == 1:
-                scale_b = bench.call(aten.unsqueeze.default, (scale_b, 0), root)
-            elif not same(val(scale_b).shape[0], 1):
-                scale_b = bench.call(aten.permute.default, (scale_b, [1, 0]), root)
+        b, scale_a, scale_b = library_operands(self.bench, found)
         keys = (found.act_key, found.weight_key, found.use_fast_accum, None, "")
         args = (found.a, b, scale_a, scale_b, found.bias, found.out_dtype, *keys)
-        draft = self._put_single("scaled_mm", root, _ops.scaled_mm.default, args, "", name="out")
+        root, op = found.root, _ops.scaled_mm.default
+        draft = self._put_single("scaled_mm", root, op, args, "", name="out")
         draft.key = f"{found.act_key} x {found.weight_key}"
 
     def _put_quantise(self, found: QuantMatch) -> None:

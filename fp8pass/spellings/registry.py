@@ -19,12 +19,21 @@ from torch import fx
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """The columns ``[start, stop)`` of ``node [..., H]``, which the reader cuts out."""
+
+    node: fx.Node
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
 class Producer:
     """A norm or an activation that a spelling found.
 
     Attributes:
         op: the generic operator that stands for it.
-        args: its arguments.
+        args: its arguments; a :class:`Part` stands for a node that is yet to be made.
         form: text of its form.
         results: name of a result of ``op`` -> the node whose value it is, or a tuple of all such
             nodes, which may be empty, in the operator's order; the first one has a node.
