@@ -188,7 +188,7 @@ def match_library_op(node: fx.Node) -> Match | Verdict:
     op = library_op(node)
     assert op is not None
     found = _read(op, node)
-    if not isinstance(found, str):
+    if not isinstance(found, (str, Verdict)):
         made = list(found.all_nodes()) if isinstance(found, Producer) else [found.root]
         if isinstance(found, QuantMatch) and not found.form.static:
             made.append(found.scale)
