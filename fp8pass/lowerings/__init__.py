@@ -21,6 +21,9 @@ from fp8pass.lowerings import (  # isort: split
     xpu,
 )
 
+# producers of vLLM's library for CUDA
+from fp8pass.lowerings import vllm_producers  # isort: skip
+
 # ROCm's libraries
 from fp8pass.lowerings import (  # isort: skip
     aiter_block,
@@ -84,6 +87,7 @@ __all__ = [
     "vllm_block",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_producers",
     "vllm_skinny",
     "weight_only",
     "weight_only_names",
