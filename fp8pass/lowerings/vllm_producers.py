@@ -40,7 +40,6 @@ from fp8pass.ops.norm import add_rms_norm_quant as add_reference
 from fp8pass.ops.norm import rms_norm_quant as norm_reference
 from fp8pass.ops.norm_form import NormForm
 from fp8pass.ops.quant_form import QuantForm
-from fp8pass.ops.quantize import quantize_with
 from fp8pass.reasons import YES, Verdict, no
 from fp8pass.target import Target
 
@@ -228,11 +227,11 @@ def quantize(
         UnsupportedError: vLLM's library is not loaded in this process; so of the others here.
     """
     quant = QuantForm.parse(form)
-    if not x.numel():
-        return quantize_with(x, scale, quant, scale_ub)
     rows = _rows(x)
     q, made = _buffers(rows, rows.shape[1], quant)
-    if quant.static:
+    if not x.numel():
+        made.fill_(FLOOR)  # per tensor there is one, of no values
+    elif quant.static:
         vllm_operator("static_scaled_fp8_quant")(q, rows, _given(scale))
     elif quant.granularity == "tensor":
         vllm_operator("dynamic_scaled_fp8_quant")(q, rows, made)
