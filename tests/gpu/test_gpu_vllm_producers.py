@@ -148,7 +148,7 @@ def test_in_a_compiled_model() -> None:
         scale = (y.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=vllm.FLOOR)
         return (y.float() / scale).clamp(-448.0, 448.0).to(torch.float8_e4m3fn), scale
 
-    x, weight = torch.randn(17, 4096, device="cuda").to(BF16), torch.ones(4096, device="cuda", dtype=BF16)  # fmt: skip
+    x, weight = (torch.randn(*shape, device="cuda").to(BF16) for shape in ((17, 4096), (4096,)))
     with torch.no_grad():
         compiled = torch.compile(
             fn, backend=fp8pass.fp8pass_backend, options={"fp8pass.prefer": "vllm"}

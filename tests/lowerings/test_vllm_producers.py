@@ -1,7 +1,7 @@
 """vLLM's producers: which sites they are for, and how the library is called.
 
-No GPU was at hand: the library's operators are stood in for (:mod:`vllm_library`), after its source.
-tests/gpu/test_gpu_vllm_producers.py is for a machine that has one.
+No GPU was at hand: the library's operators are stood in for (:mod:`vllm_library`), after its
+source. tests/gpu/test_gpu_vllm_producers.py is for a machine that has one.
 """
 
 from __future__ import annotations
