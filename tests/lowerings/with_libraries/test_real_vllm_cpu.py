@@ -229,8 +229,7 @@ def test_a_product_of_codes_made_weight_only_on_request(dynamic: bool) -> None:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(256, 128, dtype=BF16)).eval()
     x = torch.randn(9, 256).to(BF16)
-    fp8pass.quantize_(model, "static")
-    fp8pass.calibrate(model, [x])
+    fp8pass.quantize_(model, "static", calibration=fp8pass.nn.calibrate(model, [x]))
     kernels = []
     for options in ({}, {"fp8pass.prefer": "vllm_cpu_tensor"}):
         torch._dynamo.reset()
