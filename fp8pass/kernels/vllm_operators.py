@@ -14,6 +14,7 @@ import torch
 
 from fp8pass.kernels.operators import (
     _CPU,
+    _GPU,
     _kernel,
     _keyed_inputs,
     _keyed_reference,
@@ -29,6 +30,11 @@ VLLM_QUANTIZE = _producer_of("vllm", quantize.SPEC, _ADAPTERS)
 VLLM_RMS_NORM_QUANT = _producer_of("vllm", norm.RMS_NORM_QUANT, _ADAPTERS)
 VLLM_ADD_RMS_NORM_QUANT = _producer_of("vllm", norm.ADD_RMS_NORM_QUANT, _ADAPTERS)
 VLLM_SILU_MUL_QUANT = _producer_of("vllm", activation.SILU_MUL_QUANT, _ADAPTERS)
+
+VLLM_MARLIN_W8A16_MM = _weight_only(
+    "vllm_marlin_w8a16_mm", _kernel("fp8pass.lowerings.vllm_marlin", "w8a16_mm"), _GPU
+)
+
 
 # ---- on a CPU ------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from fp8pass.lowerings import (  # isort: split
     vllm_block,
     vllm_cpu,
     vllm_int8,
+    vllm_marlin,
     weight_only,
     xpu,
 )
@@ -89,6 +90,7 @@ __all__ = [
     "vllm_cpu",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_marlin",
     "vllm_producers",
     "vllm_skinny",
     "weight_only",

@@ -140,6 +140,10 @@ EMITTED = {
         "x86-amx+vllm", "tensor",
         {"bias": BF16, "n": 64, "k": 256, "form": "weight,bfloat16,bfloat16,inside"},
     ),
+    "vllm_marlin": (
+        "sm80+vllm", "channel",
+        {"bias": BF16, "n": 64, "k": 256, "form": "product,bfloat16,bfloat16,after"},
+    ),
     "vllm_cpu_block": ("x86-amx+vllm", "group128x128", {"n": 160, "k": 256}),
 }  # fmt: skip
 
