@@ -136,9 +136,10 @@ def _emit_weight_only(graph: fx.Graph, site: EmitSite) -> fx.Node:
 
 def _weight_only_priority(target: Target, problem: ScaledMMProblem) -> int:
     """Ahead of ``torch_w8a16`` (60) where that was measured (AVX-512 BF16: up to 1.6 times as fast)
-    and the source has a rounding as the operator's."""
-    measured = target.arch == "x86-avx512" and not WeightForm.parse(problem.form).one_rounding
-    return 55 if measured else 65
+    and every rounding is the source's: of a product that is scaled afterwards."""
+    made = WeightForm.parse(problem.form)
+    same = not made.one_rounding and not _at_weight(made, problem.weight.granularity)
+    return 55 if same and target.arch == "x86-avx512" else 65
 
 
 def _weight_only_kernel(name: str, summary: str) -> Kernel:
