@@ -83,15 +83,21 @@ def _takes_weight_only(kernel: str, problem: ScaledMMProblem) -> Verdict:
 
 
 def _weight_groups(kernel: str, problem: ScaledMMProblem) -> Verdict:
-    group = problem.weight.scale.group
+    name = problem.weight.granularity
     if kernel == "vllm_cpu_tensor":
-        fits, wants = group.name in ("tensor", "channel"), "one scale per tensor or channel"
+        fits, wants = name in ("tensor", "channel"), "per-tensor or per-channel weight"
     else:
-        fits = group.row == _DEPTH and group.col > 0 and not group.col % _COLUMNS
-        wants = f"blocks of {_DEPTH} along K and a multiple of {_COLUMNS} along N"
-    if fits:
-        return YES
-    return no("FP8-L003", kernel=kernel, wants=f"weights with {wants}", has=group.name)
+        fits, wants = _in_blocks(problem), f"{_BLOCKS} weight"
+    return YES if fits else no("FP8-L003", kernel=kernel, wants=wants, has=f"per-{name}")
+
+
+#: A block of a weight, in words: its columns are a multiple of those of a tile.
+_BLOCKS = f"per-group{_DEPTH}xH (H a multiple of {_COLUMNS})"
+
+
+def _in_blocks(problem: ScaledMMProblem) -> bool:
+    group = problem.weight.scale.group
+    return group.row == _DEPTH and group.col > 0 and not group.col % _COLUMNS
 
 
 def _sizes(kernel: str, problem: ScaledMMProblem, depth: int) -> Verdict:
@@ -234,11 +240,11 @@ def _takes_w8a8(kernel: str, problem: ScaledMMProblem) -> Verdict:
 
 
 def _both_groups(kernel: str, problem: ScaledMMProblem) -> Verdict:
-    act = problem.activation.granularity
-    if act not in ("tensor", "token"):
-        wants, has = "activations with one scale per tensor or token", f"per-{act}"
-        return no("FP8-L003", kernel=kernel, wants=wants, has=has)
-    return _weight_groups(kernel, problem)
+    act, weight = problem.activation.granularity, problem.weight.granularity
+    if act in ("tensor", "token") and _in_blocks(problem):
+        return YES
+    wants, has = f"per-tensor or per-token x {_BLOCKS}", f"per-{act} x per-{weight}"
+    return no("FP8-L003", kernel=kernel, wants=wants, has=has)
 
 
 def _emit_codes(graph: fx.Graph, site: EmitSite) -> fx.Node:

@@ -87,8 +87,8 @@ def _groups(problem: ScaledMMProblem) -> Verdict:
     group = problem.weight.scale.group
     if group.name in ("tensor", "channel") or (group.row == _DEPTH and group.col > 0):
         return YES
-    wants = f"one scale per tensor, channel or block of {_DEPTH} along K"
-    return no("FP8-L003", kernel=NAME, wants=wants, has=group.name)
+    wants = f"per-tensor, per-channel or per-group{_DEPTH}xH weight"
+    return no("FP8-L003", kernel=NAME, wants=wants, has=f"per-{group.name}")
 
 
 def _sizes(problem: ScaledMMProblem) -> Verdict:
