@@ -8,7 +8,9 @@ its operators were seen to behave:
   times fp8 weights (W8A16). bf16 alone: with another dtype the process ends. N is a multiple of 32,
   K of 128, and a scale stands for 128 rows and a multiple of 32 columns of ``b``; one per tensor is
   repeated. Up to four rows the float32 sums are scaled, with more the weight, rounded to bf16. vLLM
-  asks for AMX; the operator runs with AVX-512 BF16 as well.
+  asks for AMX; the operator runs with AVX-512 BF16 as well. It reads the exponent 0 of a code as
+  that of a normal number: a zero becomes 2^-7, and of subnormal numbers m 2^-9 becomes
+  (8 + m) 2^-10. So these are only for those who name them.
 - ``vllm_cpu_w8a8``, ``vllm_cpu_w8a8_block``: ``fp8_scaled_mm_with_quant`` (W8A8), which quantises
   its activations itself. Given codes and the scale 1 it finds the same codes again; the real scale
   and the bias are applied to its float32 result. For CPUs with AMX-FP8 alone: elsewhere its numbers
@@ -140,14 +142,6 @@ def _emit_weight_only(graph: fx.Graph, site: EmitSite) -> fx.Node:
     return call(graph, torch.ops.fp8pass.vllm_cpu_w8a16_mm.default, args, val=site.val)
 
 
-def _weight_only_priority(target: Target, problem: ScaledMMProblem) -> int:
-    """Ahead of ``torch_w8a16`` (60) where that was measured (AVX-512 BF16: up to 1.6 times as fast)
-    and every rounding is the source's: of a product that is scaled afterwards."""
-    made = WeightForm.parse(problem.form)
-    same = not made.one_rounding and not _at_weight(made, problem.weight.granularity)
-    return 55 if same and target.arch == "x86-avx512" else 65
-
-
 def _weight_only_kernel(name: str, summary: str) -> Kernel:
     return register(
         Kernel(
@@ -156,11 +150,12 @@ def _weight_only_kernel(name: str, summary: str) -> Kernel:
             kinds=frozenset({"cpu"}),
             requirements=lambda target: _requires_bf16(name, target),
             can_implement=lambda target, problem: _takes_weight_only(name, problem),
-            priority=_weight_only_priority,
+            priority=lambda target, problem: 65,
             emit=_emit_weight_only,
             provenance="tested on x86-avx512 with BF16 (vLLM 0.32); with AMX not run on hardware",
             library="vllm",
             weight_only=True,
+            inexact="weights that are zero or subnormal are read as other numbers, a zero as 2^-7",
         )
     )
 
@@ -265,17 +260,11 @@ def _w8a8_kernel(name: str, summary: str) -> Kernel:
             priority=lambda target, problem: 30,
             emit=_emit_codes,
             provenance="numbers tested on x86-avx512 (vLLM 0.32); AMX-FP8 not run on hardware",
+            # a block's size is in its key alone
+            run=None if name == "vllm_cpu_w8a8_block" else _run,
             library="vllm",
         )
     )
-
-
-VLLM_CPU_W8A8 = _w8a8_kernel(
-    "vllm_cpu_w8a8", "vLLM's fp8_scaled_mm_with_quant for CPUs with AMX-FP8"
-)
-VLLM_CPU_W8A8_BLOCK = _w8a8_kernel(
-    "vllm_cpu_w8a8_block", "vLLM's fp8_scaled_mm_with_quant, weight scales per block"
-)
 
 
 def scaled_mm(
@@ -293,29 +282,50 @@ def scaled_mm(
     Raises:
         UnsupportedError: the library is not loaded in this process.
     """
+    group = QuantKey.parse(weight_key).scale.group
+    if group.name.startswith("group"):
+        scale_b = scale_b.repeat_interleave(group.col, 1)[:, : b.shape[1]]
+    return _run(a, b, scale_a, scale_b, bias, out_dtype, False)
+
+
+def _run(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    scale_a: torch.Tensor,
+    scale_b: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+    fast_accum: bool,
+) -> torch.Tensor:
+    """``scale_a`` has one element or one per row, ``scale_b`` one, or ``[groups of K, N]``."""
     m, n = a.shape[0], b.shape[1]
     if not m or not n:
         return a.new_empty((m, n), dtype=out_dtype)
-    act, group = (QuantKey.parse(key).scale.group for key in (act_key, weight_key))
-    rows = scale_a.to(_F32).reshape(1 if act.name == "tensor" else m, 1)
+    rows = scale_a.to(_F32).reshape(-1, 1)
     if a.dtype == torch.int8:
         return _int8(a, b, rows, scale_b, bias, out_dtype)
-    if group.name.startswith("group"):
-        scale = scale_b.to(_F32).repeat_interleave(group.col, 1)[:, :n].t()
-    else:
-        scale = scale_b.to(_F32).reshape(-1, 1).expand(n, 1)
+    columns = scale_b.to(_F32).reshape(1, 1).expand(1, n) if scale_b.numel() == 1 else scale_b
     weight, scale = vllm_operator("float8_linear_prepack_cpu")(
-        b.t().contiguous(), scale.contiguous()
+        b.t().contiguous(), columns.to(_F32).reshape(-1, n).t().contiguous()
     )
     op = vllm_operator("fp8_scaled_mm_with_quant")
-    # bf16 holds every code, and one times it is quantised to itself
+    # bf16 holds every code, and one times it is quantised to itself; but for NaN, which is lost
     codes, one = a.to(_BF16), rows.new_ones(1)
     out: torch.Tensor = op(codes, one, False, weight, scale, None, _F32)
-    return _finished(out * rows, bias, out_dtype)
+    out = (out * rows).masked_fill_(codes.isnan().any(-1, keepdim=True), float("nan"))
+    return _finished(out, bias, out_dtype)
 
 
 def _finished(out: torch.Tensor, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
     return (out if bias is None else out + bias.to(_F32)).to(out_dtype)
+
+
+VLLM_CPU_W8A8 = _w8a8_kernel(
+    "vllm_cpu_w8a8", "vLLM's fp8_scaled_mm_with_quant for CPUs with AMX-FP8"
+)
+VLLM_CPU_W8A8_BLOCK = _w8a8_kernel(
+    "vllm_cpu_w8a8_block", "vLLM's fp8_scaled_mm_with_quant, weight scales per block"
+)
 
 
 # ---- int8 ----------------------------------------------------------------------------------------
@@ -338,22 +348,6 @@ def _takes_int8(target: Target, problem: ScaledMMProblem) -> Verdict:
         lambda: need.layouts(name, problem),
         lambda: need.multiples(name, problem, 1),
     )
-
-
-VLLM_CPU_INT8 = register(
-    Kernel(
-        name="vllm_cpu_int8",
-        summary="vLLM's onednn_scaled_mm of int8 codes, the weight packed in each call",
-        kinds=frozenset({"cpu"}),
-        requirements=lambda target: _requires_x86("vllm_cpu_int8", target),
-        can_implement=_takes_int8,
-        # behind torch_int8_cpu (40), which packs nothing
-        priority=lambda target, problem: 90,
-        emit=_emit_codes,
-        provenance="tested on x86-avx512 (vLLM 0.32)",
-        library="vllm",
-    )
-)
 
 
 def _int8(
@@ -383,3 +377,20 @@ def _int8(
     finally:
         release(handle)
     return _finished(out, bias, out_dtype) if bias is not None else out
+
+
+VLLM_CPU_INT8 = register(
+    Kernel(
+        name="vllm_cpu_int8",
+        summary="vLLM's onednn_scaled_mm of int8 codes, the weight packed in each call",
+        kinds=frozenset({"cpu"}),
+        requirements=lambda target: _requires_x86("vllm_cpu_int8", target),
+        can_implement=_takes_int8,
+        # behind torch_int8_cpu (40), which packs nothing
+        priority=lambda target, problem: 90,
+        emit=_emit_codes,
+        provenance="tested on x86-avx512 (vLLM 0.32)",
+        run=_run,
+        library="vllm",
+    )
+)

@@ -1,6 +1,6 @@
 """Kernel ``vllm_marlin``: vLLM's Marlin product of fp8 weights (W8A16), for GPUs without fp8 too.
 
-Where vLLM's compiled library for CUDA is loaded, on request alone as every weight-only kernel.
+Where vLLM's compiled library for CUDA is loaded, and only for those who name it.
 Rules as in vLLM 0.21 to 0.33 (``csrc/.../marlin``, ``quantization/utils/marlin_utils_fp8.py``):
 
 - activations and result bf16 or fp16 (Turing: fp16, since 0.32), weights e4m3fn; N a multiple of 64
@@ -9,9 +9,8 @@ Rules as in vLLM 0.21 to 0.33 (``csrc/.../marlin``, ``quantization/utils/marlin_
   columns in the order in which the kernel's threads read them: per channel (one per tensor is
   repeated), where they are applied to the float32 sum, or per 128 rows of ``b``, where they are
   applied to the weight, which is rounded. A scale that is rounded to bf16 moves a whole column by
-  2^-9 at most, which the contract of a product allows; scales per block do so each by itself, so
-  that they are taken where the source rounds them in the same way. A scale of 256 or more becomes
-  infinite, as it does in vLLM;
+  2^-9 at most; scales per block do so each by itself, so that they are taken where the source
+  rounds them in the same way. A scale of 256 or more becomes infinite, as it does in vLLM;
 - a bias is added by the kernel where it has been rounded already. Here it is added behind the
   product, where the source does that, and refused otherwise.
 
@@ -144,6 +143,7 @@ VLLM_MARLIN = register(
         provenance="not run on hardware (rules read in vLLM's source)",
         library="vllm",
         weight_only=True,
+        inexact="scales are rounded to the dtype of the activations",
     )
 )
 

@@ -61,16 +61,25 @@ def test_weight_only(weight: str, form: str) -> None:
             assert ("library" if target.arch == "x86-amx" else "BF16") in verdict.message
 
 
-def test_first_only_where_it_was_measured_and_rounds_as_the_source() -> None:
-    def winner(target: Target, form: str) -> str:
-        kernel = choose(target, weight_only(form=form), Options()).kernel
-        assert kernel is not None
-        return kernel.name
-
-    assert winner(WITH_BF16, SCALED) == "vllm_cpu_tensor"
-    for form in ("", ROUNDED):  # up to four rows the scaled weight is not rounded
-        assert winner(WITH_BF16, form) == "torch_w8a16"
-    assert winner(AMX, SCALED) == winner(Target.parse("x86-avx512"), SCALED) == "torch_w8a16"
+@pytest.mark.parametrize("form", ["", ROUNDED, SCALED])
+def test_only_for_those_who_name_it(form: str) -> None:
+    """Weights that are zero are read as other numbers."""
+    for target in (AMX, WITH_BF16):
+        for weight, kernel in (("tensor", "vllm_cpu_tensor"), ("group128x128", "vllm_cpu_block")):
+            p = weight_only(weight, form=form)
+            for options in (
+                Options(), Options(prefer=("w8a16",)), Options(force="w8a16"),
+                Options(numerics="fast"), Options(disable=("torch_w8a16",)),
+            ):  # fmt: skip
+                if options.disable:
+                    assert not choose(target, p, options).plan
+                    continue
+                choice = choose(target, p, options)
+                assert choice.kernel is find("torch_w8a16")
+                (verdict,) = (r.verdict for r in choice.rejected if r.kernel == kernel)
+                assert verdict.code == "FP8-L069" and "zero" in verdict.message
+            for options in (Options(prefer=(kernel,)), Options(force=kernel)):
+                assert choose(target, p, options).kernel is find(kernel)
 
 
 def test_a_product_of_codes_is_never_made_weight_only_unasked() -> None:

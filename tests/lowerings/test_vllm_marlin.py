@@ -54,6 +54,10 @@ def test_taken_on_request_alone() -> None:
                 assert reason(p, where) is None
                 kernel = choose(where, p, Options()).kernel
                 assert kernel is not None and kernel.name in ("triton_w8a16", "torch_w8a16")
+                alone = Options(disable=("triton_w8a16", "torch_w8a16"))
+                assert not choose(where, p, alone).plan
+                told = {r.kernel: r.verdict.code for r in choose(where, p, alone).rejected}
+                assert told["vllm_marlin"] == "FP8-L069"
         assert reason(site("group128x128", where, form=ROUNDED), where) is None
         assert reason(site(target=where), Target.parse(name)).code == "FP8-L011"
     codes = choose(SM80, problem("token", "channel", target=SM80), Options())
