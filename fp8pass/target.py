@@ -70,6 +70,9 @@ LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm", "vl
 #: its absence is what has to be said.
 NO_TRITON = "no-triton"
 
+#: The same of parts of vLLM's library, where another part of it is loaded.
+NO_VLLM_PRODUCERS, NO_MARLIN = "no-vllm-producers", "no-vllm-marlin"
+
 #: The architecture of CPUs that multiply fp8 (AMX-FP8). torch does not tell them from others: what
 #: does is vLLM's library, which is also the only one that has a kernel for them.
 AMX_FP8 = "x86-amx-fp8"
@@ -213,7 +216,8 @@ class Target:
         if found.kind == "cpu":
             return _with_vllm(found)
         # not cached: a library may be loaded after the first question
-        return replace(found, libraries=(*_installed_libraries(), *_loaded_libraries()))
+        libraries = (*_installed_libraries(), *_loaded_libraries())
+        return replace(found, libraries=libraries, features=found.features | _absent(libraries))
 
 
 def _loaded_libraries() -> tuple[tuple[str, str], ...]:
@@ -225,6 +229,18 @@ def _loaded_libraries() -> tuple[tuple[str, str], ...]:
         if any(hasattr(getattr(torch.ops, space), operator) for space, operator in operators):
             found.append((name, str(getattr(sys.modules.get(module), "__version__", ""))))
     return tuple(found)
+
+
+def _absent(libraries: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """What vLLM's loaded library for CUDA lacks: 0.21 has its operators in two, of which one may be
+    loaded without the other."""
+    if not any(name == "vllm" for name, _ in libraries):
+        return frozenset()
+    operators = torch.ops._C
+    if not hasattr(operators, "cutlass_scaled_mm"):  # that for ROCm
+        return frozenset()
+    asked = ((NO_VLLM_PRODUCERS, "rms_norm_static_fp8_quant"), (NO_MARLIN, "marlin_gemm"))
+    return frozenset(feature for feature, name in asked if not hasattr(operators, name))
 
 
 def _with_vllm(found: Target) -> Target:

@@ -36,7 +36,7 @@ from fp8pass.ops.weight_form import WeightForm
 from fp8pass.problem import ScaledMMProblem
 from fp8pass.quant_key import QuantKey, dtype_name
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import Target
+from fp8pass.target import NO_MARLIN, Target
 
 NAME = "vllm_marlin"
 _BF16, _F16, _F32 = torch.bfloat16, torch.float16, torch.float32
@@ -56,6 +56,9 @@ _TYPE = 4 | 3 << 8 | 1 << 16 | 1 << 49 | 2 << 50
 
 
 def _requirements(target: Target) -> Verdict:
+    if NO_MARLIN in target.features:
+        has = f"{target.spec} with another part of it"
+        return no("FP8-L011", kernel=NAME, wants="vLLM's library with Marlin", target=has)
     found = requirements(NAME, target, _ARCHITECTURES, "vllm", "vLLM's compiled library")
     if found and target.arch == "sm75":
         return need.library_at_least(NAME, target, "vllm", _TURING_SINCE, "Turing")

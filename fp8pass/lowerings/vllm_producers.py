@@ -41,7 +41,7 @@ from fp8pass.ops.norm import rms_norm_quant as norm_reference
 from fp8pass.ops.norm_form import NormForm
 from fp8pass.ops.quant_form import QuantForm
 from fp8pass.reasons import YES, Verdict, no
-from fp8pass.target import Target
+from fp8pass.target import NO_VLLM_PRODUCERS, Target
 
 NAME = "vllm"
 _ARCHITECTURES = ("sm89", "sm90", "sm100", "sm103", "sm120", "sm121")
@@ -56,6 +56,14 @@ _WIDEST_IN_GROUPS = 256 * 64
 #: A row of gate, up and codes is read and written in pieces of 16 bytes.
 _PIECE = 16
 _OPS = ("rms_norm_quant", "add_rms_norm_quant", "silu_mul_quant", "quantize")
+
+
+def _requirements(target: Target) -> Verdict:
+    if NO_VLLM_PRODUCERS in target.features:
+        wants = "vLLM's library with its producers"
+        has = f"{target.spec} with another part of it"
+        return no("FP8-L011", kernel=NAME, wants=wants, target=has)
+    return requirements(NAME, target, _ARCHITECTURES, "vllm", "vLLM's compiled library")
 
 
 def _takes(target: Target, problem: ProducerProblem) -> Verdict:
@@ -163,9 +171,7 @@ VLLM = register_producer(
         name=NAME,
         summary="vLLM's fused norms, SiLU·mul and quantises (fast numerics)",
         kinds=frozenset({"cuda"}),
-        requirements=lambda target: requirements(
-            NAME, target, _ARCHITECTURES, "vllm", "vLLM's compiled library"
-        ),
+        requirements=_requirements,
         can_implement=_takes,
         replaces=_operator,
         provenance="not run on hardware (rules read in vLLM's source)",

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm_library
 
+from fp8pass import target as targets
 from fp8pass.errors import UnsupportedError
 from fp8pass.lowerings import vllm_producers as vllm
 from fp8pass.lowerings.producers import ProducerProblem, choose_producer
 from fp8pass.ops import dynamic_form, static_form
 from fp8pass.ops.library import SPECS
 from fp8pass.options import Options
-from fp8pass.target import Target
+from fp8pass.target import NO_MARLIN, NO_VLLM_PRODUCERS, Target
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 Tensor = torch.Tensor
@@ -169,6 +171,25 @@ def test_no_other_device(target: str) -> None:
     one = problem(device_type=where.device_type)
     verdict = dict(choose_producer(where, one, WANTED).rejected)["vllm"]
     assert verdict.code in ("FP8-L001", "FP8-L011")
+
+
+def test_a_library_that_lacks_them() -> None:
+    """0.21 has its producers in one library and its products in another."""
+    part = replace(TARGET, features=frozenset({NO_VLLM_PRODUCERS}))
+    choice = choose_producer(part, problem(), WANTED)
+    verdict = dict(choice.rejected)["vllm"]
+    assert choice.kernel is not vllm.VLLM and verdict.code == "FP8-L011"
+    assert "another part" in verdict.message
+
+
+@pytest.mark.parametrize("has", [(), ("marlin_gemm",), ("rms_norm_static_fp8_quant",)])
+def test_the_parts_that_are_loaded(has: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = SimpleNamespace(cutlass_scaled_mm=1, **dict.fromkeys(has, 1))
+    monkeypatch.setitem(torch.ops.__dict__, "_C", fake)
+    absent = targets._absent((("vllm", ""),))
+    assert (NO_VLLM_PRODUCERS in absent) == ("rms_norm_static_fp8_quant" not in has)
+    assert (NO_MARLIN in absent) == ("marlin_gemm" not in has)
+    assert targets._absent(()) == frozenset()
 
 
 # ---- the calls -----------------------------------------------------------------------------------
