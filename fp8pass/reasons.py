@@ -338,6 +338,12 @@ CATALOGUE: dict[str, Reason] = _catalogue(
         'set numerics="fast", or prefer the kernel by name',
     ),
     Reason(
+        "FP8-L069",
+        "numbers of its own",
+        "kernel {kernel} gives other numbers than the source: {why}",
+        "prefer or force the kernel by name",
+    ),
+    Reason(
         "FP8-L064",
         "needs prepare: a weight in tiles",
         "kernel {kernel} needs a copy of the weight laid out in tiles for {target}, which the site "

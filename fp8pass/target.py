@@ -34,6 +34,7 @@ _ARCHITECTURES: dict[str, tuple[str, torch.dtype | None, int | None]] = {
     "x86-avx2": ("cpu", torch.float8_e4m3fn, None),
     "x86-avx512": ("cpu", torch.float8_e4m3fn, None),
     "x86-amx": ("cpu", torch.float8_e4m3fn, None),
+    "x86-amx-fp8": ("cpu", torch.float8_e4m3fn, None),
     "aarch64": ("cpu", torch.float8_e4m3fn, None),
     "cpu-generic": ("cpu", torch.float8_e4m3fn, None),
     "sm75": ("cuda", None, 40),
@@ -70,6 +71,15 @@ LIBRARIES = ("aiter", "cutlass", "deepgemm", "flashinfer", "triton", "vllm", "vl
 #: Feature of a GPU target whose machine has no Triton. It comes with torch's builds for GPUs, so
 #: its absence is what has to be said.
 NO_TRITON = "no-triton"
+
+#: The same of parts of vLLM's library, where another part of it is loaded.
+NO_VLLM_PRODUCERS, NO_MARLIN = "no-vllm-producers", "no-vllm-marlin"
+
+#: The architecture of CPUs that multiply fp8 (AMX-FP8). torch does not tell them from others: what
+#: does is vLLM's library, which is also the only one that has a kernel for them.
+AMX_FP8 = "x86-amx-fp8"
+#: Feature of a CPU with AVX-512 BF16, told where a library for it is loaded.
+AVX512_BF16 = "avx512-bf16"
 
 #: Kind of a target whose architecture is not in the table, and the name of one without a name.
 UNKNOWN = "unknown"
@@ -206,9 +216,10 @@ class Target:
         device = torch.device(device)
         found = _detect(device.type, device.index)
         if found.kind == "cpu":
-            return found
+            return _with_vllm(found)
         # not cached: a library may be loaded after the first question
-        return replace(found, libraries=(*_installed_libraries(), *_loaded_libraries()))
+        libraries = (*_installed_libraries(), *_loaded_libraries())
+        return replace(found, libraries=libraries, features=found.features | _absent(libraries))
 
 
 def _loaded_libraries() -> tuple[tuple[str, str], ...]:
@@ -220,6 +231,35 @@ def _loaded_libraries() -> tuple[tuple[str, str], ...]:
         if any(hasattr(getattr(torch.ops, space), operator) for space, operator in operators):
             found.append((name, str(getattr(sys.modules.get(module), "__version__", ""))))
     return tuple(found)
+
+
+def _absent(libraries: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """What vLLM's loaded library for CUDA lacks: 0.21 has its operators in two, of which one may be
+    loaded without the other."""
+    if not any(name == "vllm" for name, _ in libraries):
+        return frozenset()
+    operators = torch.ops._C
+    if not hasattr(operators, "cutlass_scaled_mm"):  # that for ROCm
+        return frozenset()
+    asked = ((NO_VLLM_PRODUCERS, "rms_norm_static_fp8_quant"), (NO_MARLIN, "marlin_gemm"))
+    return frozenset(feature for feature, name in asked if not hasattr(operators, name))
+
+
+def _with_vllm(found: Target) -> Target:
+    """A CPU, with what vLLM's compiled library for it adds, if that is loaded and of use."""
+    operators = torch.ops._C
+    if not hasattr(operators, "onednn_scaled_mm"):
+        return found
+    has_fp8 = hasattr(operators, "fp8_scaled_mm_cpu")
+    if found.arch == "x86-amx" and not has_fp8:
+        return found  # one for other CPUs
+    arch, features = found.arch, found.features
+    if has_fp8 and hasattr(operators, "cpu_has_amx_fp8") and operators.cpu_has_amx_fp8():
+        arch = AMX_FP8
+    if has_fp8 and torch.cpu._is_avx512_bf16_supported():
+        features = features | {AVX512_BF16}
+    version = str(getattr(sys.modules.get("vllm"), "__version__", ""))
+    return replace(found, arch=arch, features=features, libraries=(("vllm", version),))
 
 
 #: Libraries of operators: name here, (namespace, operator) pairs of which one says that it is

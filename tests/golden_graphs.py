@@ -252,6 +252,7 @@ CASES: dict[str, tuple[str, ...]] = {
     "sm89": (*_SOME, *_DEMOS),
     "sm100": (*_SOME, "half-dynamic", "block-dynamic-rescaled", *_DEMOS),
     "sm120": (*_SOME, *_DEMOS),
+    "sm120+vllm": _DEMOS,
     "gfx90a": _DEMOS,
     "gfx942": ("block-dynamic", "static-fnuz", *_DEMOS, *_FNUZ),
     "gfx942+aiter": (*_FNUZ, "demo-dynamic-tiles"),
@@ -274,6 +275,7 @@ RECORDED = tuple(n for n in CASES["sm90"] if n not in (*_DEMOS, "int8-zero-point
 #: ``fast`` allows, and others come before it where they were measured to be faster.
 OPTIONS: dict[str, dict[str, Any]] = {
     "sm90+vllm": {"numerics": "fast", "prefer": "vllm_cutlass"},
+    "sm120+vllm": {"prefer": "vllm"},  # its producers, which round in their own ways
 }
 
 

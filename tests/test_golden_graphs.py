@@ -139,6 +139,7 @@ def test_a_golden_graph_has_each_call_that_can_be_emitted() -> None:
         "triton_int8",
         "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_tensor",
         "flashinfer_block", "aiter_int8",
+        "vllm_cpu_w8a8", "vllm_cpu_w8a8_block", "vllm_cpu_int8",
         *weight_only_names(), "xpu",  # and in test_weight_only.py, test_xpu.py
     }  # fmt: skip
     assert {kernel.name for kernel in kernels()} - others == shown

@@ -397,4 +397,4 @@ XPU_SCALED_MM = _product(
 XPU_W8A16_MM = _weight_only("xpu_w8a16_mm", _kernel("fp8pass.lowerings.xpu", "w8a16_mm"), _XPU)
 
 # behind what it is made of
-from fp8pass.kernels import rocm_operators  # noqa: E402, F401  isort: skip
+from fp8pass.kernels import rocm_operators, vllm_operators  # noqa: E402, F401  isort: skip

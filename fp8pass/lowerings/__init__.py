@@ -17,10 +17,15 @@ from fp8pass.lowerings import (  # isort: split
     torch_dequant,
     torch_rescaled,
     vllm_block,
+    vllm_cpu,
     vllm_int8,
+    vllm_marlin,
     weight_only,
     xpu,
 )
+
+# producers of vLLM's library for CUDA
+from fp8pass.lowerings import vllm_producers  # isort: skip
 
 # ROCm's libraries
 from fp8pass.lowerings import (  # isort: skip
@@ -84,8 +89,11 @@ __all__ = [
     "triton",
     "unregister",
     "vllm_block",
+    "vllm_cpu",
     "vllm_cutlass",
     "vllm_int8",
+    "vllm_marlin",
+    "vllm_producers",
     "vllm_skinny",
     "weight_only",
     "weight_only_names",

@@ -27,6 +27,7 @@ import torch
 
 import fp8pass.ops  # noqa: F401  (registers the operators)
 from fp8pass.lowerings import aiter
+from fp8pass.lowerings.emit import side_by_side
 from fp8pass.lowerings.producers import ProducerKernel, ProducerProblem, register_producer
 from fp8pass.ops.act_form import ActForm
 from fp8pass.ops.norm_form import NormForm
@@ -212,26 +213,9 @@ def silu_mul_quant(
         q = gate.new_empty(gate.shape, dtype=quant.dtype)
         return q, gate.new_empty(shape, dtype=torch.float32), y
     fused = aiter.find("act_mul_and_fp8_group_quant", "aiter.ops.triton.activation")
-    both = _side_by_side(gate, up)
+    both = side_by_side(gate, up)
     q, scale_out = fused(both, activation="silu", group_size=_GROUP, dtype_quant=quant.dtype)
     return q.view(gate.shape), scale_out.view(shape), y
-
-
-def _side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """``[rows, 2 * width]``: the tensor that both are halves of, or a copy that joins them."""
-    width = gate.shape[-1]
-    strides = gate.stride()
-    halves = (
-        gate.dim() == 2
-        and strides == up.stride()
-        and strides[1] == 1
-        and strides[0] >= 2 * width
-        and gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
-        and up.storage_offset() == gate.storage_offset() + width
-    )
-    if halves:
-        return gate.as_strided((gate.shape[0], 2 * width), strides)
-    return torch.cat((gate, up), -1).view(-1, 2 * width)
 
 
 def _y_dtype(x: torch.Tensor, norm: NormForm) -> torch.dtype:

@@ -131,9 +131,9 @@ def choose(target: Target, problem: ScaledMMProblem, options: Options, path: str
     backend = options.linear_backend
     if options.numerics == "fast" and not problem.use_fast_accum:
         problem = replace(problem, use_fast_accum=True)
-    wanted = _Wanted(
-        forced, prefer, disable, () if backend is None else backend_kernels(backend), backend or ""
-    )
+    of_backend = () if backend is None else backend_kernels(backend)
+    by_name = frozenset((*options.prefer, *of_backend, forced or ""))
+    wanted = _Wanted(forced, prefer, disable, of_backend, backend or "", by_name)
     measured = measured_for(target, options)
     choice = _choose(target, problem, wanted, kernels(), measured, table_for(target))
     if any_weight_only:
@@ -219,6 +219,8 @@ class _Wanted:
     disable: tuple[str, ...]
     backend: tuple[str, ...]
     backend_name: str
+    #: Kernels by their own names, not by one that stands for several.
+    named: frozenset[str] = frozenset()
 
 
 @lru_cache(maxsize=4096)
@@ -239,6 +241,9 @@ def _choose(
         )
         for kernel in registered
     }
+    for kernel in registered:
+        if kernel.inexact and kernel.name not in wanted.named and verdicts[kernel.name]:
+            verdicts[kernel.name] = no("FP8-L069", kernel=kernel.name, why=kernel.inexact)
     for name, why in measured.refused(problem).items():
         if verdicts.get(name):
             verdicts[name] = no("FP8-L070", kernel=name, why=why)

@@ -165,6 +165,23 @@ def rows_innermost(matrix: torch.Tensor) -> torch.Tensor:
     return matrix if turned.stride() == strides else turned.clone(memory_format=dense).t()
 
 
+def side_by_side(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """``[rows, 2 * width]``: the tensor that both are halves of, or a copy that joins them."""
+    width = gate.shape[-1]
+    strides = gate.stride()
+    halves = (
+        gate.dim() == 2
+        and strides == up.stride()
+        and strides[1] == 1
+        and strides[0] >= 2 * width
+        and gate.untyped_storage().data_ptr() == up.untyped_storage().data_ptr()
+        and up.storage_offset() == gate.storage_offset() + width
+    )
+    if halves:
+        return gate.as_strided((gate.shape[0], 2 * width), strides)
+    return torch.cat((gate, up), -1).view(-1, 2 * width)
+
+
 def _contiguous(graph: fx.Graph, node: fx.Node) -> fx.Node:
     memory = {"memory_format": torch.contiguous_format}
     return call(graph, aten.clone.default, (node,), memory)

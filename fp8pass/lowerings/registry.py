@@ -98,6 +98,8 @@ class Kernel:
             ``self_check`` looks at.
         weight_only: it multiplies activations that are not quantised (W8A16): what
             ``fp8pass::w8a16_mm`` is lowered to, and on request what two quantised operands become.
+        inexact: how its numbers differ from the source's beyond the contract of a product, "" if
+            they do not; with a text it is only for those who name it.
     """
 
     name: str
@@ -113,6 +115,7 @@ class Kernel:
     reduced_accumulation: bool | frozenset[str] = False
     library: str = ""
     weight_only: bool = False
+    inexact: str = ""
 
     def reduces(self, target: Target) -> bool:
         """Whether it accumulates in less than float32 on this target."""

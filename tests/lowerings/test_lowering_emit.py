@@ -38,7 +38,8 @@ SPECIAL = (
     "torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8",
     "vllm_cutlass_block", "vllm_cutlass_int8", "deepgemm_block", "flashinfer_block",
     "vllm_skinny", "aiter_row", "aiter_int8", "aiter_shuffled", "aiter_block",
-    "xpu", *weight_only_names(),  # in files of their own
+    "xpu", "vllm_cpu_w8a8", "vllm_cpu_w8a8_block", "vllm_cpu_int8",
+    *weight_only_names(),  # in files of their own
 )  # fmt: skip
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
@@ -70,6 +71,11 @@ GOLDEN: dict[str, tuple[str, str, dict[str, Any], tuple[str, str]]] = {
     ),
     "flashinfer_block": ("flashinfer_block", "sm90+flashinfer", {"k": 256, "n": 128}, BLOCKS),
     "xpu": ("xpu", "xpu-bmg+vllm_xpu", {"bias": BF16}, ROW),
+    "vllm_cpu_w8a8": ("vllm_cpu_w8a8", "x86-amx-fp8+vllm", {"bias": BF16, "n": 64, "k": 96}, ROW),
+    "vllm_cpu_w8a8_block": (
+        "vllm_cpu_w8a8_block", "x86-amx-fp8+vllm", {"n": 160, "k": 256}, ("token", "group128x128"),
+    ),
+    "vllm_cpu_int8": ("vllm_cpu_int8", "x86-avx2+vllm", {"dtypes": INT8, "bias": BF16}, ROW),
     "xpu_blocks": ("xpu", "xpu-bmg+vllm_xpu", {"k": 256, "n": 144}, BLOCKS),
     "torch_tensor": ("torch_tensor", "sm90", {"use_fast_accum": True}, ("tensor", "tensor")),
     "torch_tensor_bias": ("torch_tensor", "sm90", {"bias": BF16}, ("tensor", "tensor")),

@@ -29,7 +29,8 @@ TARGETS = (
     "gfx1100", "gfx1201", "xpu-bmg", "unknown",
     # and with their libraries
     "sm90+vllm", "gfx942+aiter", "gfx942+vllm", "gfx942+aiter+vllm==0.21", "gfx950+aiter+vllm",
-    "gfx1201+vllm==0.21", "sm999", "gfx9999+aiter",
+    "gfx1201+vllm==0.21", "sm999", "gfx9999+aiter", "sm80+vllm", "x86-avx512+vllm",
+    "x86-amx-fp8+vllm",
 )  # fmt: skip
 WITHOUT_FP8 = ("sm75", "sm80", "sm86", "gfx90a", "gfx1100")
 INT8 = (torch.int8, torch.int8)
@@ -50,6 +51,7 @@ PLAIN = frozenset(
     (
         "cpu", "cpu_prepared", "torch_tensor", "torch_row", "torch_channel", "torch_block",
         "torch_dequant", "torch_int8", "torch_int8_cpu", "triton_skinny", "triton_general",
+        "vllm_cpu_w8a8", "vllm_cpu_w8a8_block", "vllm_cpu_int8",
         "vllm_cutlass", "vllm_skinny", "aiter_row", "aiter_int8", "aiter_block", "aiter_shuffled",
     )
 )  # fmt: skip

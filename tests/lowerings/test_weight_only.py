@@ -136,6 +136,15 @@ EMITTED = {
     "torch_w8a16_blocks": ("cpu", "group128x128", {"n": 200, "k": 256}),
     "triton_w8a16": ("sm80", "channel", {"bias": BF16, "form": "weight,bfloat16,bfloat16,inside"}),
     "xpu_woq": ("xpu-bmg+vllm_xpu", "channel", {"bias": BF16}),
+    "vllm_cpu_tensor": (
+        "x86-amx+vllm", "tensor",
+        {"bias": BF16, "n": 64, "k": 256, "form": "weight,bfloat16,bfloat16,inside"},
+    ),
+    "vllm_marlin": (
+        "sm80+vllm", "channel",
+        {"bias": BF16, "n": 64, "k": 256, "form": "product,bfloat16,bfloat16,after"},
+    ),
+    "vllm_cpu_block": ("x86-amx+vllm", "group128x128", {"n": 160, "k": 256}),
 }  # fmt: skip
 
 
