@@ -30,8 +30,10 @@ RECIPES = {
 }
 _LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 #: Files of a model folder that are taken over as they are.
-_BESIDE = ("tokenizer.json", "tokenizer_config.json", "generation_config.json")
-_BESIDE += ("chat_template.jinja", "special_tokens_map.json")
+_BESIDE = (
+    "tokenizer.json", "tokenizer_config.json", "generation_config.json",
+    "chat_template.jinja", "special_tokens_map.json",
+)  # fmt: skip
 
 
 def write(
