@@ -10,6 +10,7 @@ made without it would be loaded.
 from __future__ import annotations
 
 import functools
+import multiprocessing
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -137,4 +138,6 @@ def not_compiled(compilation: Any) -> str:
 
 @functools.cache
 def _once(line: str) -> None:
-    log.info("%s", line)
+    """Log a line once, and not again in the processes that build the configuration anew."""
+    if multiprocessing.parent_process() is None:
+        log.info("%s", line)

@@ -65,11 +65,9 @@ class VllmPass(InductorPass):
                 earlier(graph)
         if stands_aside():
             return
-        inner = self._inner(self._with_folder())
+        inner = Fp8Pass(self._with_folder(), name=announcing.name_of(tokens))
         with collecting(None, uuid=inner.identity_text()) as report:
             inner(graph)
-        for record in report.graphs:
-            record.name = announcing.name_of(tokens)
         # vLLM points Inductor's cache into the folder of its own artifact: a warm start, in which
         # this is not called, finds the report there.
         store.save_set(report.uuid, report)
@@ -79,16 +77,13 @@ class VllmPass(InductorPass):
         """Identity for the compile caches of vLLM and Inductor, the range of tokens included."""
         announcing.expect(self)
         tokens = compile_range()
-        parts = [self._inner(self.options).uuid(), stands_aside(), str(tokens)]
+        parts = [Fp8Pass(self.options).uuid(), stands_aside(), str(tokens)]
         parts += [earlier.uuid() for earlier in self.before]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def identity_text(self) -> str:
         """What the reports of this pass are stored under."""
-        return self._inner(self.options).identity_text()
-
-    def _inner(self, options: Options) -> Fp8Pass:
-        return Fp8Pass(options, "all")
+        return Fp8Pass(self.options).identity_text()
 
     def _with_folder(self) -> Options:
         """The options, with vLLM's debug folder to dump into if the user named none."""
