@@ -1,4 +1,4 @@
-"""A stand-in for the parts of vLLM that fp8pass touches, so that the plugin is tested without it."""
+"""A stand-in for the parts of vLLM that fp8pass touches, to test the plugin without it."""
 
 from __future__ import annotations
 

@@ -406,7 +406,7 @@ def test_a_line_counts_what_was_done_and_what_was_left() -> None:
         report.Site(kind="norm", status="fused", kernel="inductor"),
         report.Site(kind="scaled_mm", status="lowered", kernel="cpu"),
         report.Site(kind="scaled_mm", status="lowered", kernel="cpu"),
-        report.Site(kind="quantize", status="left", code="FP8-F002"),
+        report.Site(kind="quantize", status="left", code="FP8-F002", message="why"),
     ]
     found = report.Report([report.GraphRecord("g", "post_grad", sites=sites)])
     assert announcing.line_of("replace", found, restored=True) == (
