@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import time
@@ -157,8 +159,17 @@ def _run(command: list[str], env: dict[str, str]) -> str:
     try:
         return process.communicate(timeout=LIMIT)[0]
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, 9)
+        end(process)
         return process.communicate()[0] + f"\nended after {LIMIT} s"
+    except BaseException:
+        end(process)
+        raise
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """End a process that leads a session of its own, and all that it started."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 @cache
