@@ -38,7 +38,7 @@ class Normed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = x.float()
         h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-5)
-        return self.layer((h.to(x.dtype) * self.weight.to(x.dtype)))
+        return self.layer(h.to(x.dtype) * self.weight.to(x.dtype))
 
 
 def dequantised(layer: Fp8TestLayer) -> Tensor:

@@ -1,7 +1,7 @@
-"""FP8 linears for tests, by granularity: small modules whose graphs have one quantise and a product.
+"""FP8 linears for tests, by granularity: modules whose graphs have one quantise and one product.
 
-Spelled as vLLM spells them (``QuantFP8.forward_native``, then the product of its kernel classes), so
-that a test of a pass needs neither vLLM nor a model::
+Spelled as vLLM spells them (``QuantFP8.forward_native``, then the product of its kernel classes),
+so that a test of a pass needs neither vLLM nor a model::
 
     layer = Fp8TestLayer(256, 512, activation=PER_TOKEN, weight=PER_CHANNEL)
     block = Fp8TestLayer(256, 512, activation=GroupShape(1, 128), weight=GroupShape(128, 128))
@@ -41,6 +41,7 @@ class Fp8TestLayer(nn.Module):
 
     weight: Tensor
     weight_scale: Tensor
+    input_scale: Tensor | None
 
     def __init__(
         self,

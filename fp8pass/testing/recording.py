@@ -16,8 +16,8 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, cast
 
 from torch import fx
 from torch._inductor.custom_graph_pass import CustomGraphPass
@@ -70,11 +70,9 @@ class RecordingBackend:
         inner = Fp8Pass(self.options)
         with collecting(None, uuid=inner.identity_text()) as self.report:
             if self.execute:
-                return compile_fx(gm, inputs, config_patches=patches)
-            try:
+                return cast(Callable[..., Any], compile_fx(gm, inputs, config_patches=patches))
+            with suppress(_Seen):
                 compile_fx(gm, inputs, config_patches=patches)
-            except _Seen:
-                pass
         return gm.forward
 
     @property
