@@ -127,6 +127,7 @@ class Job:
         env = {k: v for k, v in os.environ.items() if not k.startswith(("FP8PASS_", "VLLM_"))}
         env.pop("TORCHINDUCTOR_CACHE_DIR", None)
         env |= plugin_folder(folder.parent / "plugin", *self.mends)
+        env["PYTHONPATH"] += os.pathsep + str(PROCESS.parent)
         env |= {
             "VLLM_CACHE_ROOT": str(cache_root),
             "FP8PASS_DUMP": str(folder / "dump"),

@@ -81,8 +81,9 @@ def test_fp8pass_is_as_near_to_eager_as_vllm(
 def test_products_alone_leave_the_tokens(tmp_path: Path) -> None:
     """Where only products are rewritten nothing but the order of sums changes."""
     theirs = job("dynamic", 2).run(tmp_path / "theirs")
-    env: dict[str, str | None] = {"FP8PASS_DISABLE": "inductor_producers"}
-    ours = job("dynamic", 2, "A", env=env).run(tmp_path / "ours")
+    named = {"inductor_passes": {"post_grad_custom_post_pass": "products_only.PASS"}}
+    ours = job("dynamic", 2, compilation=named).run(tmp_path / "ours")
+    assert ours.counts() == {"scaled_mm lowered": PRODUCTS}
     assert ours.tokens == theirs.tokens
 
 

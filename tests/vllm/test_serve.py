@@ -1,4 +1,4 @@
-"""``vllm serve`` with the plugin: the endpoint of OpenAI's protocol answers, and the log says it."""
+"""``vllm serve`` with the plugin: the endpoint of OpenAI's protocol answers."""
 
 from __future__ import annotations
 
