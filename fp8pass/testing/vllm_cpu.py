@@ -13,6 +13,8 @@ The names of what can be mended:
 ``mode3``      compilation mode 3 stays what it is asked to be
 ``quantise``   ``scaled_fp8_quant`` in torch; without it online and static FP8 models fail to load
 ``operators``  CUDA's operators with reference code (:mod:`fp8pass.testing.vllm_operators`)
+``cutlass``    with ``operators``: vLLM chooses its CUTLASS products, so graphs look like CUDA's;
+               also the only way to run blocks on a CPU without AMX
 ``fusions``    with ``operators``: vLLM's own fusion passes run on the CPU
 """
 
@@ -143,6 +145,27 @@ def _operators() -> None:
     define()
 
 
+def _cutlass() -> None:
+    """Put CUDA's CUTLASS products before a CPU's own among the kernels to choose from."""
+    install("operators")
+    import vllm.model_executor.kernels.linear as linear
+    from vllm.model_executor.kernels.linear.scaled_mm.cutlass import (
+        CutlassFp8BlockScaledMMKernel,
+        CutlassFP8ScaledMMLinearKernel,
+    )
+    from vllm.platforms import PlatformEnum
+
+    def supported(cls: Any, compute_capability: Any = None) -> tuple[bool, None]:
+        return True, None
+
+    for table, kernel in (
+        (linear._POSSIBLE_FP8_KERNELS, CutlassFP8ScaledMMLinearKernel),
+        (linear._POSSIBLE_FP8_BLOCK_KERNELS, CutlassFp8BlockScaledMMKernel),
+    ):
+        made = type(kernel.__name__, (kernel,), {"is_supported": classmethod(supported)})
+        table[PlatformEnum.CPU].insert(0, made)
+
+
 def _fusions() -> None:
     """Import vLLM's fusion passes into its pass manager, as it does on a GPU."""
     install("operators")
@@ -158,5 +181,6 @@ _MENDS: dict[str, Callable[[], None]] = {
     "mode3": _keep_mode_3,
     "quantise": _quantise,
     "operators": _operators,
+    "cutlass": _cutlass,
     "fusions": _fusions,
 }

@@ -39,10 +39,11 @@ def tensor_scale(x: Tensor) -> Tensor:
 
 
 def _groups(x: Tensor, size: int) -> tuple[Tensor, Tensor]:
-    parts = x.float().unflatten(-1, (-1, size))
+    width = x.shape[-1]
+    parts = torch.nn.functional.pad(x.float(), (0, -width % size)).unflatten(-1, (-1, size))
     scale = (parts.abs().amax(-1) / FP8_MAX).clamp(min=FLOOR)
     codes = (parts / scale[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
-    return codes.reshape(x.shape), scale
+    return codes.flatten(-2)[..., :width], scale
 
 
 def _normalise(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
@@ -163,15 +164,24 @@ def _product(
     wide_a, wide_b = a.float(), b.float()
     groups = a_scales.shape[1] if a_scales.dim() == 2 else 1
     if groups not in (1, a.shape[1]):  # blocks: scales of a per group, of b per block
-        wide_a = wide_a * a_scales.repeat_interleave(a.shape[1] // groups, 1)
-        rows = -(-b.shape[0] // b_scales.shape[0])
-        columns = -(-b.shape[1] // b_scales.shape[1])
-        spread = b_scales.repeat_interleave(rows, 0).repeat_interleave(columns, 1)
+        size = _size(a.shape[1], groups)
+        wide_a = wide_a * a_scales.repeat_interleave(size, 1)[:, : a.shape[1]]
+        columns = _size(b.shape[1], b_scales.shape[1])
+        spread = b_scales.repeat_interleave(size, 0).repeat_interleave(columns, 1)
         found = wide_a @ (wide_b * spread[: b.shape[0], : b.shape[1]])
     else:
         of_b = b_scales.reshape(1, -1) if b_scales.numel() > 1 else b_scales.reshape(1)
         found = (wide_a @ wide_b) * a_scales.float() * of_b.float()
     out.copy_(found if bias is None else found + bias.float())
+
+
+def _named_only(*args: object) -> None:
+    raise NotImplementedError("this operator of CUDA's library is only named here")
+
+
+def _size(length: int, parts: int) -> int:
+    """Size of the parts that ``length`` is in, the last of which may be smaller: a power of two."""
+    return 1 << (-(-length // parts) - 1).bit_length()
 
 
 #: name -> (schema, code).
@@ -211,6 +221,13 @@ OPERATORS: dict[str, tuple[str, Callable[..., None]]] = {
         "float fp8_min, float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, "
         "bool dummy_is_tma_aligned) -> ()",
         _group_quant,
+    ),
+    # a pass of vLLM's names it whatever the model
+    "fused_qk_norm_rope": (
+        "(Tensor! qkv, int num_heads_q, int num_heads_k, int num_heads_v, int head_dim, float eps, "
+        "Tensor q_weight, Tensor k_weight, Tensor cos_sin_cache, bool is_neox, "
+        "Tensor position_ids, int forced_token_heads_per_warp) -> ()",
+        _named_only,
     ),
     "cutlass_scaled_mm": (
         "(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()",

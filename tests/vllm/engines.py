@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -94,6 +95,7 @@ class Job:
         Raises:
             AssertionError: the engine failed; the message ends with its log's end.
         """
+        shutil.rmtree(folder / "dump", ignore_errors=True)
         folder.mkdir(parents=True, exist_ok=True)
         compilation = {"mode": self.mode, **self.compilation}
         if self.way == "A":
@@ -117,7 +119,7 @@ class Job:
         env = self.environment(folder, cache_root or folder / "cache")
         log = _run([sys.executable, str(PROCESS), str(folder / "job.json")], env)
         (folder / "log.txt").write_text(log, "utf-8")
-        assert result.is_file(), f"the engine failed, see {folder}/log.txt:\n{log[-4000:]}"
+        assert result.is_file(), f"the engine failed, see {folder}/log.txt:\n{_errors(log)}"
         dumped = folder / "dump" / "report.json"
         report = load_dump(folder / "dump") if dumped.is_file() else None
         return Seen(log, report, json.loads(result.read_text("utf-8")))
@@ -141,6 +143,12 @@ class Job:
             else:
                 env[name] = value
         return env
+
+
+def _errors(log: str) -> str:
+    """The lines of a log that say what went wrong; its end if none does."""
+    found = [line for line in log.splitlines() if re.search(r"\w(Error|Exception): ", line)]
+    return "\n".join(found[:5]) or log[-4000:]
 
 
 #: Three prompts for the tiny models, whose vocabulary has 512 words.
