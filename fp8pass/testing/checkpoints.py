@@ -67,6 +67,28 @@ def write(
     return folder
 
 
+def write_smollm2(folder: Path, recipe: str) -> Path:
+    """Write SmolLM2-135M into ``folder``; a static recipe is calibrated on a chapter of a novel.
+
+    Raises:
+        UnsupportedError: the package with its weights is not installed.
+    """
+    from fp8pass.demo.weights import converted
+
+    amax = _smollm2_amax() if "static" in recipe else None
+    return write(converted(), folder, recipe, amax=amax)
+
+
+def _smollm2_amax(tokens: int = 256) -> dict[str, float]:
+    from fp8pass.calibration import calibrate
+    from fp8pass.demo import text
+    from fp8pass.demo.weights import converted, load
+
+    model, tokenizer = load(converted())
+    ids = tokenizer.encode(text.calibration_text())[:tokens]
+    return calibrate(model, [torch.tensor([ids])], progress=False).amax
+
+
 def write_tiny(folder: Path, recipe: str, *, seed: int = 0, **sizes: Any) -> Path:
     """Write a Llama of two layers with random weights (and a tokenizer of words ``t0 t1 ...``).
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fp8pass.report import Report, load_dump
-from fp8pass.testing.checkpoints import write, write_tiny
+from fp8pass.testing.checkpoints import write_smollm2, write_tiny
 from fp8pass.testing.vllm_cpu import SMALL, plugin_folder
 
 WAY_A = {"inductor_passes": {"post_grad_custom_post_pass": "fp8pass_vllm.PASS"}}
@@ -201,26 +201,11 @@ def smollm2(recipe: str) -> Path:
     Raises:
         UnsupportedError: the package with its weights is not installed.
     """
-    from fp8pass.demo.weights import converted
-
     folder = models_folder() / f"smollm2-{recipe}"
     if not (folder / "done").is_file():
-        write(converted(), folder, recipe, amax=_amax() if "static" in recipe else None)
+        write_smollm2(folder, recipe)
         (folder / "done").write_text(time.strftime("%F"), "utf-8")
     return folder
-
-
-def _amax() -> dict[str, float]:
-    """Largest inputs of SmolLM2's linears on text that is never measured."""
-    import torch
-
-    from fp8pass.demo import text
-    from fp8pass.demo.weights import converted, load
-    from fp8pass.nn import calibrate
-
-    model, tokenizer = load(converted())
-    ids = tokenizer.encode(text.calibration_text())[:256]
-    return calibrate(model, [torch.tensor([ids])], progress=False).amax
 
 
 def measured_prompts(count: int, length: int) -> list[list[int]]:
