@@ -347,6 +347,46 @@ def test_a_users_pass_is_asked_for_its_range(vllm: FakeVllm) -> None:
     assert other.calls == 1
 
 
+def product_graph(*dynamic: int) -> fx.Graph:
+    """A scaled product of ``[18, 64]`` by ``[64, 32]`` in which the named dims are symbolic."""
+    from torch._dynamo.backends.common import aot_autograd
+
+    def program(a: torch.Tensor, w: torch.Tensor, sa: torch.Tensor, sb: torch.Tensor) -> Any:
+        return torch._scaled_mm(a, w.t(), sa, sb, out_dtype=torch.bfloat16)
+
+    fp8 = torch.float8_e4m3fn
+    a, w = torch.zeros(18, 64).to(fp8), torch.zeros(32, 64).to(fp8)
+    for dim in dynamic:
+        torch._dynamo.mark_dynamic((a, w)[dim], 0)
+    traced: list[fx.Graph] = []
+
+    def keep(gm: fx.GraphModule, inputs: Any) -> Any:
+        traced.append(gm.graph)
+        return gm.forward
+
+    torch._dynamo.reset()
+    backend = aot_autograd(fw_compiler=keep)
+    torch.compile(program, backend=backend)(a, w, torch.ones(1), torch.ones(1))
+    return traced[0]
+
+
+@torch.no_grad()
+def test_a_kernel_is_chosen_for_the_range_of_tokens(vllm: FakeVllm) -> None:
+    from fp8pass_vllm import PASS
+
+    def plan(graph: fx.Graph) -> str:
+        PASS(graph)
+        (site,) = report.reports()[-1].select("scaled_mm")
+        return site.plan
+
+    assert plan(product_graph(0)).startswith("2-=")
+    with vllm.compiling(1, 64):
+        assert plan(product_graph(0)).startswith("1-64=")
+        # which of two symbols the tokens are is not known
+        assert plan(product_graph(0, 1)).startswith("2-=")
+        assert plan(product_graph()).startswith("18=")
+
+
 # ---- the line and the report
 
 

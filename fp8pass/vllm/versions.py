@@ -9,9 +9,9 @@ from functools import cache
 from typing import Any
 
 #: (major, minor) of the versions that the tests in tests/vllm ran with ...
-TESTED = ((0, 30), (0, 31), (0, 32))
+TESTED = ((0, 32),)
 #: ... and of those whose hooks were compared with these in source.
-READ = ((0, 33),)
+READ = ((0, 30), (0, 31), (0, 33))
 
 #: A child of vLLM's own logger, so that lines look like vLLM's and obey VLLM_LOGGING_LEVEL.
 log = logging.getLogger("vllm.fp8pass")
@@ -23,7 +23,7 @@ def unknown(version: str) -> str:
     found = None if numbers is None else (int(numbers[1]), int(numbers[2]))
     if found in TESTED + READ:
         return ""
-    known = ", ".join(f"{major}.{minor}" for major, minor in TESTED + READ)
+    known = ", ".join(f"{major}.{minor}" for major, minor in sorted(TESTED + READ))
     return f"fp8pass knows vLLM {known}, this is {version}: it does nothing"
 
 

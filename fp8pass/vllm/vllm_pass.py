@@ -10,15 +10,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch
 from torch import fx
 from vllm.compilation.passes import inductor_pass as vllm_passes
 from vllm.compilation.passes.inductor_pass import InductorPass
 
 import fp8pass.ops  # noqa: F401  (an artifact from vLLM's cache calls these operators)
+from fp8pass.lowerings.site import known_range
 from fp8pass.options import Options
 from fp8pass.passes import Fp8Pass
+from fp8pass.problem import MRange
 from fp8pass.report import store
 from fp8pass.report.collector import collecting
 from fp8pass.vllm import announcing
@@ -66,7 +70,7 @@ class VllmPass(InductorPass):
         if stands_aside():
             return
         inner = Fp8Pass(self._with_folder(), name=announcing.name_of(tokens))
-        with collecting(None, uuid=inner.identity_text()) as report:
+        with collecting(None, uuid=inner.identity_text()) as report, _rows(graph, tokens):
             inner(graph)
         # vLLM points Inductor's cache into the folder of its own artifact: a warm start, in which
         # this is not called, finds the report there.
@@ -114,6 +118,32 @@ class VllmPass(InductorPass):
 
     def __hash__(self) -> int:
         return hash((self._options, self.before, self.mode))
+
+
+def _rows(graph: fx.Graph, tokens: Any) -> AbstractContextManager[None]:
+    """Tells the choice of kernels how many rows there will be.
+
+    vLLM runs a graph for every number of tokens in its range, one token included, with the guards
+    of torch dropped. Nothing is said if the graph has not exactly one symbolic size, or a range
+    that is no pair of numbers.
+    """
+    first, last = getattr(tokens, "start", None), getattr(tokens, "end", None)
+    symbols = _symbols(graph)
+    if type(first) is not int or type(last) is not int or len(symbols) != 1:
+        return nullcontext()
+    return known_range(symbols.pop(), MRange(first, last))
+
+
+def _symbols(graph: fx.Graph) -> set[Any]:
+    """The symbols in the sizes of a graph's inputs."""
+    found: set[Any] = set()
+    for node in graph.find_nodes(op="placeholder"):
+        value = node.meta.get("val")
+        sizes = value.shape if isinstance(value, torch.Tensor) else (value,)
+        for size in sizes:
+            expression = getattr(getattr(size, "node", None), "expr", None)
+            found |= set(getattr(expression, "free_symbols", ()))
+    return found
 
 
 def compile_range() -> Any:
