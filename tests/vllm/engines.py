@@ -117,7 +117,7 @@ class Job:
         }
         (folder / "job.json").write_text(json.dumps(job), "utf-8")
         env = self.environment(folder, cache_root or folder / "cache")
-        log = _run([sys.executable, str(PROCESS), str(folder / "job.json")], env)
+        log = run_process([sys.executable, str(PROCESS), str(folder / "job.json")], env)
         (folder / "log.txt").write_text(log, "utf-8")
         assert result.is_file(), f"the engine failed, see {folder}/log.txt:\n{_errors(log)}"
         dumped = folder / "dump" / "report.json"
@@ -155,7 +155,7 @@ def _errors(log: str) -> str:
 PROMPTS = [[510] + [(7 * i + 13 * j) % 500 for i in range(12 + 5 * j)] for j in range(3)]
 
 
-def _run(command: list[str], env: dict[str, str]) -> str:
+def run_process(command: list[str], env: dict[str, str], limit: float = LIMIT) -> str:
     """Output and errors of a process, which is ended with its children if it takes too long."""
     process = subprocess.Popen(
         command,
@@ -166,10 +166,10 @@ def _run(command: list[str], env: dict[str, str]) -> str:
         start_new_session=True,
     )
     try:
-        return process.communicate(timeout=LIMIT)[0]
+        return process.communicate(timeout=limit)[0]
     except subprocess.TimeoutExpired:
         end(process)
-        return process.communicate()[0] + f"\nended after {LIMIT} s"
+        return process.communicate()[0] + f"\nended after {limit} s"
     except BaseException:
         end(process)
         raise
