@@ -15,11 +15,14 @@ The names of what can be mended:
 ``operators``  CUDA's operators with reference code (:mod:`fp8pass.testing.vllm_operators`)
 ``cutlass``    with ``operators``: vLLM chooses its CUTLASS products, so graphs look like CUDA's;
                also the only way to run blocks on a CPU without AMX
+``serve``      in :func:`plugin_folder`: ``vllm serve`` finds the version of the package "vllm",
+               which on a CPU has another name
 ``fusions``    with ``operators``: vLLM's own fusion passes run on the CPU
 """
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -75,15 +78,21 @@ def plugin_folder(folder: Path, *what: str) -> dict[str, str]:
         the environment for a process of vLLM, ``PYTHONPATH`` and :data:`ENVIRONMENT` included.
     """
     about = folder / "fp8pass_testing_vllm_cpu-0.dist-info"
-    about.mkdir(parents=True, exist_ok=True)
-    (about / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: fp8pass-testing-vllm-cpu\nVersion: 0\n", "utf-8"
-    )
+    _describe(about, "fp8pass-testing-vllm-cpu", "0")
     (about / "entry_points.txt").write_text(
         f"[vllm.general_plugins]\nfp8pass_testing_vllm_cpu = {__name__}:install_asked\n", "utf-8"
     )
+    if "serve" in what:
+        version = f"{importlib.metadata.version('vllm-cpu')}+cpu"
+        _describe(folder / f"vllm-{version}.dist-info", "vllm", version)
     path = os.pathsep.join(filter(None, (str(folder), os.environ.get("PYTHONPATH", ""))))
     return {**ENVIRONMENT, "PYTHONPATH": path, VARIABLE: " ".join(what)}
+
+
+def _describe(about: Path, name: str, version: str) -> None:
+    about.mkdir(parents=True, exist_ok=True)
+    text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
+    (about / "METADATA").write_text(text, "utf-8")
 
 
 def _keep_mode_3() -> None:
@@ -183,4 +192,5 @@ _MENDS: dict[str, Callable[[], None]] = {
     "operators": _operators,
     "cutlass": _cutlass,
     "fusions": _fusions,
+    "serve": lambda: None,
 }

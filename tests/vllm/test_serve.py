@@ -31,7 +31,8 @@ def ask(url: str, data: dict[str, Any] | None = None) -> Any:
 
 def test_serve(tmp_path: Path) -> None:
     model, port = tiny("dynamic"), free_port()
-    env = Job(model, way="complement").environment(tmp_path / "run", tmp_path / "cache")
+    job = Job(model, way="complement", mends=("serve",))
+    env = job.environment(tmp_path / "run", tmp_path / "cache")
     arguments = [f"--{name.replace('_', '-')}={SMALL[name]}" for name in SMALL if name != "seed"]
     arguments = [a.removesuffix("=True") for a in arguments]
     (tmp_path / "log.txt").touch()
