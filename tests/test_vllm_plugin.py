@@ -441,6 +441,37 @@ def test_pieces_are_announced_when_vllm_says_that_it_compiled(
     assert [r.from_cache for r in report.reports()] == [True, True]
 
 
+def test_the_report_goes_to_vllms_debug_folder_too(
+    vllm: FakeVllm, caplog: pytest.LogCaptureFixture, tmp_path: Any, monkeypatch: Any
+) -> None:
+    plugin.register()
+    caplog.set_level(logging.INFO)
+    for dump in (None, tmp_path / "dump"):
+        if dump is not None:
+            monkeypatch.setenv("FP8PASS_DUMP", str(dump))
+        caplog.clear()
+        debug = tmp_path / f"debug{dump is None}"
+        config = vllm.VllmConfig(
+            CompilationConfig(debug_dump_path=str(debug)), {"fp8pass": "complement"}
+        )
+        ours(config)(quantised_graph())
+        (line,) = [r.getMessage() for r in caplog.records if r.name == "vllm.fp8pass"]
+        folders = [str(f) for f in (dump, debug / "fp8pass") if f is not None]
+        assert line.endswith(f"Report: {', '.join(folders)}"), line
+        for folder in folders:
+            assert len(report.load_dump(folder).graphs) == 1
+
+
+def test_a_pass_shows_what_it_was_given(vllm: FakeVllm) -> None:
+    from fp8pass_vllm import PASS
+
+    plugin.register()
+    asked_for = {"fp8pass": {"mode": "replace", "numerics": "fast"}}
+    config = vllm.VllmConfig(additional_config=asked_for)
+    assert repr(ours(config, PRE)) == "fp8pass(replace, numerics='fast')"
+    assert repr(PASS) == "fp8pass(options of the environment)"
+
+
 def test_a_line_counts_what_was_done_and_what_was_left() -> None:
     sites = [
         report.Site(kind="norm", status="fused", kernel="inductor"),

@@ -134,19 +134,17 @@ def debug_folder() -> str | None:
 
 def _write(item: VllmPass, report: Report, restored: bool) -> list[str]:
     """Write the report where the user looks for it; the folders that have it."""
-    first = item.options.dump
-    others = dict.fromkeys(f for f in (item.debug, debug_folder()) if f is not None and f != first)
+    first, other = item.options.dump, item.debug or debug_folder()
+    if first is None:
+        first, other = other, None
     written = []
-    if first is None and others:
-        first = next(iter(others))
-        del others[first]
     if first is not None:  # the pass itself wrote there, unless it did not run
         if restored:
             Dump(first).write_report(_copy(report))
         written.append(first)
-    for folder in others:
-        Dump(folder).write_report(_copy(report))
-        written.append(folder)
+    if other not in (None, first):
+        Dump(other).write_report(_copy(report))
+        written.append(str(other))
     return written
 
 

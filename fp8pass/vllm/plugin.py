@@ -12,7 +12,6 @@ from __future__ import annotations
 import functools
 import multiprocessing
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -106,8 +105,6 @@ def add_pass(vllm_config: Any, request: Asked) -> bool:
     options = Options.resolve(**request.options)
     folder = getattr(compilation, "debug_dump_path", None)
     debug = str(Path(folder) / "fp8pass") if folder else None
-    if options.dump is None and debug is not None:
-        options, debug = replace(options, dump=debug), None
     before = passes.get(request.slot)
     if before is not None and not isinstance(before, InductorPass):
         log.warning(

@@ -28,6 +28,8 @@ from fp8pass.report.collector import collecting
 from fp8pass.vllm import announcing
 from fp8pass.vllm.versions import stands_aside
 
+_FIELDS = dataclasses.fields(Options)
+
 
 class VllmPass(InductorPass):
     """Reads, fuses and lowers FP8 in each graph that vLLM compiles.
@@ -37,7 +39,8 @@ class VllmPass(InductorPass):
             resolves them, so that a worker has the options of the process that made it.
         before: passes of the user for the same slot; they run first.
         mode: ``complement``, ``replace`` or "" (named by the user); for messages alone.
-        debug: a second folder for the report, beside the option ``dump``.
+        debug: folder for the report beside the option ``dump``; None = vLLM's folder of debug
+            dumps, if it has one.
     """
 
     def __init__(
@@ -92,7 +95,7 @@ class VllmPass(InductorPass):
     def _with_folder(self) -> Options:
         """The options, with vLLM's debug folder to dump into if the user named none."""
         options = self.options
-        folder = announcing.debug_folder()
+        folder = self.debug or announcing.debug_folder()
         if options.dump is None and folder is not None:
             return dataclasses.replace(options, dump=folder)
         return options
@@ -104,12 +107,13 @@ class VllmPass(InductorPass):
         return self  # vLLM and Inductor deep-copy their configuration; this is plain data
 
     def __repr__(self) -> str:
-        changed = [
-            f"{f.name}={getattr(self.options, f.name)!r}"
-            for f in dataclasses.fields(Options)
-            if getattr(self.options, f.name) != f.default
-        ]
-        return f"fp8pass({', '.join([self.mode, *changed] if self.mode else changed)})"
+        words = [self.mode] if self.mode else []
+        if self._options is None:
+            words.append("options of the environment")
+        else:
+            given = [(f.name, getattr(self._options, f.name), f.default) for f in _FIELDS]
+            words += [f"{name}={value!r}" for name, value, default in given if value != default]
+        return f"fp8pass({', '.join(words)})"
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, VllmPass):
