@@ -70,7 +70,9 @@ def test_fp8pass_is_as_near_to_eager_as_vllm(
     for mode in (2, 3):
         theirs = job(recipe, mode, arguments=arguments).run(tmp_path / f"theirs{mode}")
         ours = job(recipe, mode, "complement", arguments=arguments).run(tmp_path / f"ours{mode}")
-        assert ours.counts()["scaled_mm lowered"] >= 4 * 3, "pieces that are equal compile once"
+        # in mode 3 the pieces of the middle layers are equal, and one of them is compiled
+        lowered = PRODUCTS if mode == 2 else 8
+        assert ours.counts()["scaled_mm lowered"] == lowered
         near, far = distance(ours, eager), distance(theirs, eager)
         faster = min(theirs.data["seconds"]) / min(ours.data["seconds"])
         print(f"{recipe}, mode {mode}: fp8pass {near}; vLLM {far}; generation {faster:.1f} times")
