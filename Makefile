@@ -56,10 +56,10 @@ $(VLLM_STAMP): pyproject.toml fp8pass/_version.py requirements/vllm.txt scripts/
 	@touch $@
 
 test-vllm: $(VLLM_STAMP)  ## real engines of vLLM on this CPU (an hour or more)
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm $(PYTEST_ARGS)
 
 test-vllm-smoke: $(VLLM_STAMP)  ## one engine of vLLM
-	$(VLLM_VENV)/bin/python -m pytest tests/vllm -m smoke $(PYTEST_ARGS)
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -m smoke $(PYTEST_ARGS)
 
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .

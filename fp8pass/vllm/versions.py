@@ -8,7 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
-#: (major, minor) of the versions that the tests in tests/vllm ran with ...
+#: (major, minor) of the versions that the tests in tests/with_vllm ran with ...
 TESTED = ((0, 32),)
 #: ... and of those whose hooks were compared with these in source.
 READ = ((0, 30), (0, 31), (0, 33))
