@@ -42,6 +42,7 @@ PARTS = {
     "torch_block": "aten._scaled_mm.default",
     "torch_row": "aten._scaled_mm.default",
     "torch_tensor": "aten._scaled_mm.default",
+    "torch_rescaled": "fp8pass.torch_rescaled_mm.default",
     "vllm_cutlass_int8": "fp8pass.vllm_cutlass_scaled_mm.default",
     "vllm_cutlass_block": "fp8pass.vllm_cutlass_block_mm.default",
     "deepgemm_block": "fp8pass.deepgemm_block_mm.default",

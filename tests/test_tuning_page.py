@@ -22,7 +22,8 @@ def quoted(text: str) -> list[str]:
 def test_the_backends_are_those_that_are_taken() -> None:
     (row,) = (line for line in PAGE.splitlines() if line.startswith("| `linear_backend` |"))
     listed = quoted(row)[1:]
-    assert Options.resolve({}, linear_backend=", ".join(listed)).backends == tuple(listed)
+    for name in listed:
+        assert Options.resolve({}, linear_backend=name).backends == (name,)
     taken = [AUTO]
     for name in BACKENDS:
         try:
@@ -36,7 +37,7 @@ def test_what_it_calls_an_error_is_one() -> None:
     sentence = re.search(r"A backend of which fp8pass has no kernel \(([^)]+)\)", PAGE)
     assert sentence is not None
     names = quoted(sentence[1])
-    assert "marlin" in names
+    assert "machete" in names
     for name in names:
         with pytest.raises(OptionError, match="has no kernel in fp8pass; allowed: 'auto', 'torch'"):
             Options.resolve({}, linear_backend=name)
