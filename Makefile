@@ -6,7 +6,8 @@
 #   make test-vllm tests with real engines of vLLM on this CPU
 #
 # Variables: PYTHON (an interpreter, 3.11 or newer), VENV (folder), TORCH (version of torch),
-# TORCH_INDEX (where to look for a CPU build of it; empty: pip's own index), DEMO_ARGS, PYTEST_ARGS.
+# TORCH_INDEX (where to look for a CPU build of it; empty: pip's own index), DEMO_ARGS, PYTEST_ARGS,
+# JOBS (test processes).
 # For another torch, use another folder:  make test VENV=.venv-2.11 TORCH=2.11.0
 
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11 python; do \
@@ -17,6 +18,8 @@ TORCH ?= 2.13.0
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+# Processes that share the tests, file by file.
+JOBS ?= 2
 # An environment of its own: vLLM pins what it depends on.
 VLLM ?= 0.32.0
 VLLM_VENV ?= .venv-vllm
@@ -43,7 +46,7 @@ demo: $(STAMP)  ## SmolLM2-135M: bf16, FP8 under stock Inductor, FP8 under fp8pa
 
 # pytest comes last, so that the output ends with its summary.
 test: lint  ## linters, types, tests
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(PYTEST_ARGS)
 
 dialects: $(STAMP)  ## tests with the real quantisation libraries (docs/dialects.md)
 	$(BIN)/python -m pip install -c requirements/constraints.txt -e ".[dialects,dev]"
