@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from fp8pass.errors import NoKernelError, OptionError
 from fp8pass.quant_key import PER_CHANNEL, PER_TENSOR, PER_TOKEN, GroupShape
 from fp8pass.testing import Fp8TestLayer, RecordingBackend, forced_kernel
 from fp8pass.testing.checkpoints import RECIPES, write, write_tiny
-from fp8pass.testing.vllm_operators import OPERATORS, install
+from fp8pass.testing.vllm_operators import OPERATORS, install, uninstall
 
 BLOCK = GroupShape(128, 128)
 LAYERS: dict[str, dict[str, Any]] = {
@@ -25,6 +26,13 @@ LAYERS: dict[str, dict[str, Any]] = {
     "unfused": {"activation": PER_TOKEN, "weight": PER_CHANNEL, "unfused": True},
     "block": {"activation": GroupShape(1, 128), "weight": BLOCK},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _operators_of_this_module() -> Iterator[None]:
+    yield
+    uninstall()
+    assert not any(hasattr(torch.ops._C, name) for name in OPERATORS)
 
 
 class Normed(nn.Module):

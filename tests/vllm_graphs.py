@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import vllm_ops  # noqa: F401  (the operators)
+import vllm_standins  # noqa: F401  (the operators)
 from graphs import fake_mode
 from torch import fx
 from torch._dispatch.python import enable_python_dispatcher

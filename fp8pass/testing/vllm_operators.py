@@ -255,5 +255,14 @@ def install() -> list[str]:
     return defined
 
 
+def uninstall() -> None:
+    """Take back what :func:`install` defined: where these operators are, fp8pass takes vLLM's
+    library for loaded."""
+    global _library
+    if _library is not None:
+        _library._destroy()
+        _library = None
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """What every one of them does with shapes: it writes into its arguments and returns nothing."""

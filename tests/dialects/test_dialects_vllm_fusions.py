@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_ops  # noqa: F401  (the operators)
+import vllm_standins  # noqa: F401  (the operators)
 from graphs import Passed, assert_within_contract, run, trace, values, vector
 from vllm_graphs import moved
 

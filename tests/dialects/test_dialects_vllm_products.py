@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-import vllm_ops
+import vllm_standins
 from graphs import Passed, codes, run, trace, values, vector
 from vllm_calls import (
     BF16,
@@ -219,7 +219,7 @@ def test_sites_that_are_done(
 
 
 def test_operators_that_no_table_knows() -> None:
-    vllm_ops.define(
+    vllm_standins.define(
         "vllm::some_w8a8_scaled_mm", "(Tensor a, Tensor b) -> Tensor", lambda a, b: a @ b.t(),
         lambda a, b: a.new_empty((a.shape[0], b.shape[0])),
     )  # fmt: skip

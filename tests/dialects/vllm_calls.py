@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch._inductor.config as inductor
-import vllm_ops  # noqa: F401  (the operators)
+import vllm_standins  # noqa: F401  (the operators)
 from golden_graphs import interpreted
 from graphs import Passed, assert_same_bits, trace
 from vllm_graphs import moved

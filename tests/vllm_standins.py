@@ -7,6 +7,8 @@ sources (``csrc``); see the readers in ``fp8pass/spellings/vllm_*.py`` for what 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,20 +17,47 @@ E4 = torch.float8_e4m3fn
 F32 = torch.float32
 Tensor = torch.Tensor
 
-_kept: list[Any] = []
+#: What :func:`define` was called with, and the libraries that hold it while it is defined.
+_WANTED: list[tuple[str, str, Any, Any]] = []
+_libraries: list[torch.library.Library] = []
 
 
 def define(name: str, schema: str, run: Any = None, fake: Any = None) -> None:
-    """Define ``namespace::name`` unless it is there; ``fake`` is left out where nothing returns."""
+    """Define ``namespace::name`` inside of :func:`defined`, unless it is there.
+
+    ``fake`` may be left out where nothing returns.
+    """
+    if _libraries:
+        _define(name, schema, run, fake)
+    else:
+        _WANTED.append((name, schema, run, fake))
+
+
+def _define(name: str, schema: str, run: Any, fake: Any) -> None:
     namespace, op = name.split("::")
     if hasattr(getattr(torch.ops, namespace), op):
         return
     library = torch.library.Library(namespace, "FRAGMENT")
+    _libraries.append(library)
     library.define(op + schema)
     if run is not None:
         library.impl(op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake or (lambda *given, **named: None), lib=library)
-    _kept.append(library)
+
+
+@contextmanager
+def defined() -> Iterator[None]:
+    """The operators, for as long as this is open: fp8pass takes a library for loaded where they
+    are, and so would every other test of the process."""
+    assert not _libraries
+    try:
+        for wanted in _WANTED:
+            _define(*wanted)
+        yield
+    finally:
+        for library in _libraries:
+            library._destroy()
+        _libraries.clear()
 
 
 # ---- norms and activations -----------------------------------------------------------------------
