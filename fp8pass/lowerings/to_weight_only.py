@@ -50,8 +50,9 @@ from fp8pass.workbench import Workbench
 #: The kernel of a weight-only product that stands for nodes which Inductor generates by itself.
 _INDUCTOR_OWN = "torch_w8a16"
 RULE = "w8a16"
-#: A kernel for another kind of device: no answer to why none takes a product.
-_OTHER_DEVICE = "FP8-L001"
+#: Kernels of other devices or libraries, and those for who names them: where another kernel has a
+#: reason, these say nothing about why none takes a product.
+_ELSEWHERE = ("FP8-L001", "FP8-L011", "FP8-L062", "FP8-L069")
 
 
 #: Entries of a node's ``meta``: why a product was not made weight-only (code, sentence), and that
@@ -189,7 +190,7 @@ def _why_not_preferred(choice: Choice, here: Options) -> Verdict:
     if WEIGHT_ONLY in names:
         names = list(weight_only_names())
     found = [verdicts[name] for name in names if name in verdicts]
-    telling = [verdict for verdict in found if verdict.code != _OTHER_DEVICE]
+    telling = [verdict for verdict in found if verdict.code not in _ELSEWHERE]
     return next(iter((*telling, *found)), choice.verdict)
 
 
