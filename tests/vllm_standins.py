@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from fp8pass.testing import vllm_operators
+
 E4 = torch.float8_e4m3fn
 F32 = torch.float32
 Tensor = torch.Tensor
@@ -43,6 +45,11 @@ def _define(name: str, schema: str, run: Any, fake: Any) -> None:
     if run is not None:
         library.impl(op, run, "CompositeExplicitAutograd")
     torch.library.register_fake(name, fake or (lambda *given, **named: None), lib=library)
+
+
+def of_cuda(name: str) -> str:
+    """The schema of an operator of vLLM's CUDA library."""
+    return vllm_operators.OPERATORS[name][0]
 
 
 @contextmanager
@@ -105,14 +112,8 @@ def _add_rms_norm(input: Tensor, residual: Tensor, weight: Tensor, epsilon: floa
     input.copy_(_ir_norm(residual, weight, epsilon))
 
 
-define(
-    "_C::rms_norm", "(Tensor! result, Tensor input, Tensor weight, float epsilon) -> ()", _rms_norm
-)
-define(
-    "_C::fused_add_rms_norm",
-    "(Tensor! input, Tensor! residual, Tensor weight, float epsilon) -> ()",
-    _add_rms_norm,
-)
+define("_C::rms_norm", of_cuda("rms_norm"), _rms_norm)
+define("_C::fused_add_rms_norm", of_cuda("fused_add_rms_norm"), _add_rms_norm)
 
 
 def _gated(act: Any) -> Any:
@@ -140,7 +141,7 @@ def gelu_tanh(gate: Tensor) -> Tensor:
 for _name, _act in (
     ("silu_and_mul", silu), ("gelu_and_mul", gelu), ("gelu_tanh_and_mul", gelu_tanh)
 ):  # fmt: skip
-    define(f"_C::{_name}", "(Tensor! result, Tensor input) -> ()", _gated(_act))
+    define(f"_C::{_name}", of_cuda("silu_and_mul"), _gated(_act))
 
 
 # ---- quantises -----------------------------------------------------------------------------------
@@ -206,13 +207,7 @@ define(
     "(Tensor! result, Tensor input, Tensor! scale, Tensor? scale_ub) -> ()",
     _per_token,
 )
-define(
-    "_C::per_token_group_fp8_quant",
-    "(Tensor input, Tensor! output_q, Tensor! output_s, int group_size, float eps, float fp8_min,"
-    " float fp8_max, bool scale_ue8m0, bool dummy_is_scale_transposed, bool dummy_is_tma_aligned)"
-    " -> ()",
-    _per_group,
-)
+define("_C::per_token_group_fp8_quant", of_cuda("per_token_group_fp8_quant"), _per_group)
 
 
 def _int8(result: Tensor, input: Tensor, scale: Tensor, azp: Tensor | None) -> None:
@@ -312,36 +307,20 @@ def _silu_per_block(
     _per_group(y, out, scales, group_size, 1e-10, -448.0, 448.0, False)
 
 
-define(
-    "_C::rms_norm_static_fp8_quant",
-    "(Tensor! result, Tensor input, Tensor weight, Tensor scale, float epsilon) -> ()",
-    _norm_static,
-)
+define("_C::rms_norm_static_fp8_quant", of_cuda("rms_norm_static_fp8_quant"), _norm_static)
 define(
     "_C::fused_add_rms_norm_static_fp8_quant",
-    "(Tensor! result, Tensor input, Tensor! residual, Tensor weight, Tensor scale, float epsilon)"
-    " -> ()",
+    of_cuda("fused_add_rms_norm_static_fp8_quant"),
     _add_norm_static,
 )
 define(
     "_C::rms_norm_dynamic_per_token_quant",
-    "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub,"
-    " Tensor!? residual) -> ()",
+    of_cuda("rms_norm_dynamic_per_token_quant"),
     _norm_per_token,
 )
-define(
-    "_C::rms_norm_per_block_quant",
-    "(Tensor! result, Tensor input, Tensor weight, Tensor! scale, float epsilon, Tensor? scale_ub,"
-    " Tensor!? residual, int group_size, bool is_scale_transposed) -> ()",
-    _norm_per_block,
-)
-define("_C::silu_and_mul_quant", "(Tensor! result, Tensor input, Tensor scale) -> ()", _silu_static)
-define(
-    "_C::silu_and_mul_per_block_quant",
-    "(Tensor! out, Tensor input, Tensor! scales, int group_size, Tensor? scale_ub=None,"
-    " bool is_scale_transposed=False) -> ()",
-    _silu_per_block,
-)
+define("_C::rms_norm_per_block_quant", of_cuda("rms_norm_per_block_quant"), _norm_per_block)
+define("_C::silu_and_mul_quant", of_cuda("silu_and_mul_quant"), _silu_static)
+define("_C::silu_and_mul_per_block_quant", of_cuda("silu_and_mul_per_block_quant"), _silu_per_block)
 
 
 # ---- products ------------------------------------------------------------------------------------
@@ -394,11 +373,7 @@ def _weight_only(
     return (mat1.to(F32) @ weight.t()).to(out_dtype)
 
 
-define(
-    "_C::cutlass_scaled_mm",
-    "(Tensor! out, Tensor a, Tensor b, Tensor a_scales, Tensor b_scales, Tensor? bias) -> ()",
-    _cutlass,
-)
+define("_C::cutlass_scaled_mm", of_cuda("cutlass_scaled_mm"), _cutlass)
 define(
     "vllm::fp8_gemm_nt_op",
     "(Tensor q_input, Tensor input_scale, Tensor weight, Tensor weight_scale, Tensor! output,"

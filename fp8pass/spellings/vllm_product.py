@@ -23,7 +23,14 @@ from torch import fx
 
 from fp8pass.quant_key import dtype_name
 from fp8pass.reasons import Verdict, no
-from fp8pass.spellings.library_ops import Arguments, LibraryOp, ProductMatch, Read, written
+from fp8pass.spellings.library_ops import (
+    Arguments,
+    LibraryOp,
+    ProductMatch,
+    Read,
+    name_of,
+    written,
+)
 from fp8pass.spellings.linear import peel_views_is_input, quantise_form
 from fp8pass.spellings.walk import contiguous, one_element, same, tensor
 
@@ -173,8 +180,6 @@ def _product(
 
 def _kept(what: str) -> Read:
     def read(node: fx.Node, given: Arguments) -> Verdict:
-        from fp8pass.spellings.library_ops import name_of
-
         return no("FP8-R012", op=name_of(node), node=node.name, dialect="vLLM", what=what)
 
     return read

@@ -173,3 +173,33 @@ def render(graph: fx.Graph) -> str:
             call = f" = {node.target}({', '.join(words)})"
         lines.append(f"{node.name}: {kind}{call}")
     return "\n".join(lines)
+
+
+_aten = torch.ops.aten
+#: Operators that share a storage with their input.
+VIEWS = (
+    _aten.permute.default,
+    _aten.unsqueeze.default,
+    _aten.expand.default,
+    _aten.reshape.default,
+    _aten.slice.Tensor,
+)
+
+
+def meta(val: torch.Tensor) -> tuple[Any, ...]:
+    return val.dtype, tuple(val.shape), tuple(val.stride()), val.device
+
+
+def check_values(built: Built) -> None:
+    """Each ``meta["val"]`` is what the operator makes of its arguments' values, by itself."""
+    calls = [node for node in built.module.graph.nodes if node.op == "call_function"]
+    storages = set()
+    for node in calls:
+        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        with built.fake:
+            expected = node.target(*args, **kwargs)
+        assert meta(node.meta["val"]) == meta(expected), node.format_node()
+        storages.add(node.meta["val"].untyped_storage()._cdata)
+    views = sum(node.target in VIEWS for node in calls)
+    assert len(storages) >= len(calls) - views, "two nodes share a storage"
+    assert meta(built.result.meta["val"]) == meta(built.val)

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from lowering_sites import Built, build, operands, problem, render
+from lowering_sites import Built, build, check_values, operands, problem, render
 from torch import fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -25,14 +25,6 @@ MIXES = (("tensor", "tensor"), ROW, ("tensor", "channel"), ("token", "tensor"))
 BLOCKS = ("group1x128", "group128x128")
 INT8 = (torch.int8, torch.int8)
 FNUZ = (torch.float8_e4m3fnuz, torch.float8_e4m3fnuz)
-_aten = torch.ops.aten
-VIEWS = (
-    _aten.permute.default,
-    _aten.unsqueeze.default,
-    _aten.expand.default,
-    _aten.reshape.default,
-    _aten.slice.Tensor,
-)
 #: Tested below with operands of their own, or in test_rocm_libraries.py.
 SPECIAL = (
     "torch_int8", "torch_int8_cpu", "torch_block", "triton_block", "triton_int8",
@@ -111,25 +103,6 @@ def made(name: str, **more: Any) -> tuple[Built, ScaledMMProblem]:
     target = Target.parse(target_name)
     p = problem(*pair, target=target, **changes)
     return build(find(kernel).emit, target, p, **more), p
-
-
-def meta(val: torch.Tensor) -> tuple[Any, ...]:
-    return val.dtype, tuple(val.shape), tuple(val.stride()), val.device
-
-
-def check_values(built: Built) -> None:
-    """Each ``meta["val"]`` is what the operator makes of its arguments' values, by itself."""
-    calls = [node for node in built.module.graph.nodes if node.op == "call_function"]
-    storages = set()
-    for node in calls:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        with built.fake:
-            expected = node.target(*args, **kwargs)
-        assert meta(node.meta["val"]) == meta(expected), node.format_node()
-        storages.add(node.meta["val"].untyped_storage()._cdata)
-    views = sum(node.target in VIEWS for node in calls)
-    assert len(storages) >= len(calls) - views, "two nodes share a storage"
-    assert meta(built.result.meta["val"]) == meta(built.val)
 
 
 @pytest.mark.parametrize("name", GOLDEN)
@@ -252,58 +225,6 @@ def test_zero_points(kernel: str, how: str, dtype: torch.dtype, m: int) -> None:
         f"none,ab,{how}", values["zero"],
     )  # fmt: skip
     assert torch.equal(got, wanted)
-
-
-@pytest.mark.parametrize(
-    "zero",
-    [None, ("int32", torch.int32), ("float32", torch.int8), ("codes", torch.int8),
-     ("codes", torch.int32)],
-    ids=str,
-)  # fmt: skip
-@pytest.mark.parametrize("k", [16, 514, 2100, 8192])
-def test_sums_of_int8_codes_are_exact_at_any_depth(k: int, zero: Any) -> None:
-    """Codes so large that a float32 sum rounds from K = 1041 on; the control is that sum."""
-    g = torch.Generator().manual_seed(k)
-    changes = {} if zero is None else {"zero": zero[0], "zero_dtype": zero[1]}
-    pair = ROW if zero is None else ASYM
-    p = problem(*pair, dtypes=INT8, k=k, n=64, out_dtype=F32, **changes)
-    values = operands(p, 5, "cpu")
-    for name in ("a", "b"):
-        values[name].copy_(torch.randint(90, 128, values[name].shape, generator=g))
-    if zero is not None:  # leaves q - zero as large as it gets
-        values["zero"].fill_(-128)
-    target = Target.parse("sm90")
-    assert find("torch_dequant").can_implement(target, p)
-    built = build(find("torch_dequant").emit, target, p, device="cpu")
-    check_values(built)
-    (got,) = built.module(*(values[name] for name in built.names))
-    scales = values["scale_a"], values["scale_b"]
-    form = "" if zero is None else f"none,ab,{zero[0]}"
-    wanted = scaled_product(
-        values["a"], values["b"], *scales, None, F32, str(p.activation), str(p.weight), form,
-        values.get("zero"),
-    )  # fmt: skip
-    assert torch.equal(got, wanted)
-    wide = values["a"].float() - values["zero"].float() if zero else values["a"].float()
-    rounded = wide @ values["b"].float() * scales[0] * scales[1]
-    assert torch.equal(rounded, wanted) == (k <= 514), "the control"
-
-
-def test_a_depth_that_is_not_known_is_added_up_in_float64() -> None:
-    given = problem(*ROW, dtypes=INT8, k=8192, out_dtype=F32)
-    values = operands(given, 5, "cpu")
-    p = problem(*ROW, dtypes=INT8, k=None, out_dtype=F32)
-    graph = fx.Graph()
-    names = ("a", "b", "scale_a", "scale_b")
-    nodes = [graph.placeholder(name) for name in names]
-    for node in nodes:
-        node.meta["val"] = values[node.name].to("meta")
-    val = torch.empty(5, 48, device="meta")
-    site = EmitSite(*nodes, None, None, F32, p, Target.parse("cpu"), "exact", val)
-    graph.output((find("torch_dequant").emit(graph, site),))
-    (got,) = fx.GraphModule(torch.nn.Module(), graph)(*(values[name] for name in names))
-    total = (values["a"].double() @ values["b"].double()).float()
-    assert torch.equal(got, total * values["scale_a"] * values["scale_b"])
 
 
 REFERENCES = [
