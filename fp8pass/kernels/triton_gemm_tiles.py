@@ -61,32 +61,32 @@ MANY = 1024
 #: (kind, bucket, N, K) -> Tile.
 _MEASURED: dict[tuple[str, int, int, int], Tile] = {
     # begin measured
-    ("skinny", 16, 4096, 4096): Tile(True, 16, 32, 128, 4, 7, pack=2, prefetch=512),  # 9.9
-    ("skinny", 16, 4096, 14336): Tile(True, 16, 64, 128, 4, 6, splits=4),  # 20.5
-    ("skinny", 16, 6144, 4096): Tile(True, 16, 64, 128, 4, 5, splits=2),  # 12.3
-    ("skinny", 16, 28672, 4096): Tile(True, 16, 128, 256, 8, 3),  # 33.7
-    ("skinny", 32, 4096, 4096): Tile(True, 32, 64, 128, 4, 5, splits=4),  # 10.3
-    ("skinny", 32, 4096, 14336): Tile(True, 32, 64, 128, 4, 6, splits=4),  # 21.9
-    ("skinny", 32, 6144, 4096): Tile(True, 32, 64, 128, 4, 5, splits=2),  # 13.1
-    ("skinny", 32, 28672, 4096): Tile(True, 32, 256, 256, 16, 3),  # 35.0
-    ("skinny", 64, 4096, 4096): Tile(True, 64, 64, 128, 4, 7, splits=2),  # 11.1
-    ("skinny", 64, 4096, 14336): Tile(True, 64, 64, 128, 4, 7, splits=2),  # 23.4
-    ("skinny", 64, 6144, 4096): Tile(True, 64, 64, 128, 4, 7, overlap=False),  # 13.6
-    ("skinny", 64, 28672, 4096): Tile(True, 64, 128, 128, 8, 4, overlap=False),  # 36.4
-    ("general", 64, 4096, 4096): Tile(True, 64, 64, 128, 4, 7, splits=2),  # 11.1
-    ("general", 64, 4096, 14336): Tile(True, 64, 64, 128, 4, 7, splits=2),  # 23.4
-    ("general", 64, 6144, 4096): Tile(True, 64, 64, 128, 4, 7, overlap=False),  # 13.6
-    ("general", 64, 28672, 4096): Tile(True, 64, 128, 128, 8, 4, overlap=False),  # 36.4
-    ("general", 128, 4096, 4096): Tile(True, 64, 64, 128, 4, 7, overlap=False),  # 12.5
-    ("general", 128, 4096, 14336): Tile(
-        False, 128, 128, 128, 8, 6, splits=4, overlap=False
-    ),  # 28.7
-    ("general", 128, 6144, 4096): Tile(False, 64, 64, 128, 4, 7),  # 15.4
-    ("general", 128, 28672, 4096): Tile(True, 128, 64, 128, 4, 4),  # 44.1
-    ("general", 256, 4096, 4096): Tile(False, 64, 64, 128, 4, 6),  # 15.1
-    ("general", 256, 4096, 14336): Tile(True, 64, 128, 128, 8, 4, splits=2),  # 41.2
-    ("general", 256, 6144, 4096): Tile(False, 64, 64, 128, 4, 4, overlap=False),  # 19.8
-    ("general", 256, 28672, 4096): Tile(True, 128, 64, 128, 4, 4),  # 74.9
+    ("skinny", 16, 4096, 4096): Tile(True, 16, 32, 256, 4, 5, pack=2, prefetch=512),  # 9.1
+    ("skinny", 16, 4096, 14336): Tile(True, 16, 64, 256, 4, 6, splits=2, prefetch=512),  # 23.1
+    ("skinny", 16, 6144, 4096): Tile(True, 16, 64, 256, 4, 7, prefetch=512),  # 11.1
+    ("skinny", 16, 28672, 4096): Tile(True, 16, 256, 256, 16, 3, prefetch=512),  # 33.9
+    ("skinny", 32, 4096, 4096): Tile(True, 32, 128, 128, 8, 6, splits=3, prefetch=512),  # 10.1
+    ("skinny", 32, 4096, 14336): Tile(True, 32, 64, 256, 4, 6, splits=2, prefetch=512),  # 23.8
+    ("skinny", 32, 6144, 4096): Tile(True, 32, 64, 256, 4, 5, prefetch=512),  # 12.4
+    ("skinny", 32, 28672, 4096): Tile(True, 32, 256, 256, 16, 3, prefetch=512),  # 34.5
+    ("skinny", 64, 4096, 4096): Tile(True, 64, 64, 128, 4, 6, splits=3, prefetch=512),  # 10.6
+    ("skinny", 64, 4096, 14336): Tile(True, 64, 64, 256, 4, 3, splits=4, prefetch=512),  # 26.2
+    ("skinny", 64, 6144, 4096): Tile(True, 64, 64, 128, 4, 5, splits=2, prefetch=512),  # 14.3
+    ("skinny", 64, 28672, 4096): Tile(True, 64, 64, 128, 4, 6, prefetch=512),  # 37.2
+    ("general", 64, 4096, 4096): Tile(True, 64, 64, 128, 4, 6, splits=3, prefetch=512),  # 10.6
+    ("general", 64, 4096, 14336): Tile(True, 64, 64, 256, 4, 3, splits=4, prefetch=512),  # 26.2
+    ("general", 64, 6144, 4096): Tile(True, 64, 64, 128, 4, 5, splits=2, prefetch=512),  # 14.3
+    ("general", 64, 28672, 4096): Tile(True, 64, 64, 128, 4, 6, prefetch=512),  # 37.2
+    ("general", 128, 4096, 4096): Tile(False, 64, 128, 128, 4, 7, splits=2, prefetch=512),  # 12.6
+    ("general", 128, 4096, 14336): Tile(False, 128, 128, 128, 8, 6, splits=4, prefetch=512),  # 32.5
+    ("general", 128, 6144, 4096): Tile(True, 128, 64, 128, 4, 6, prefetch=512),  # 15.8
+    ("general", 128, 28672, 4096): Tile(True, 128, 64, 128, 4, 4, prefetch=512),  # 45.4
+    ("general", 256, 4096, 4096): Tile(False, 64, 64, 128, 4, 6, prefetch=512),  # 14.9
+    ("general", 256, 4096, 14336): Tile(False, 128, 128, 256, 8, 3, splits=2, prefetch=512),  # 47.6
+    ("general", 256, 6144, 4096): Tile(
+        False, 64, 64, 128, 4, 4, prefetch=512, overlap=False
+    ),  # 21.1
+    ("general", 256, 28672, 4096): Tile(True, 128, 64, 128, 4, 4, prefetch=512),  # 77.7
     ("general", 1024, 6144, 4096): Tile(False, 128, 128, 128, 8, 4),
     # end measured
 }
