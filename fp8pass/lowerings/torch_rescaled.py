@@ -63,7 +63,7 @@ TORCH_RESCALED = register(
         can_implement=_takes,
         priority=lambda target, problem: 65,
         emit=_emit,
-        provenance="not run on hardware",
+        provenance="tested on sm90; others not run on hardware",
         run=_run,
     )
 )
