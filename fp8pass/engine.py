@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,7 +59,13 @@ from fp8pass.spellings.reader import Reader, anchors, touches_fp8
 from fp8pass.spellings.walk import VIEWS, is_call, val, where
 from fp8pass.target import Target
 from fp8pass.tuning import session
-from fp8pass.workbench import Snapshot, Workbench, merge_common, see_through_aliases
+from fp8pass.workbench import (
+    Snapshot,
+    Workbench,
+    collector_paused,
+    merge_common,
+    see_through_aliases,
+)
 
 Stage = Literal["joint", "post", "all"]
 
@@ -379,6 +386,21 @@ def run(
         record.verdict = target
         return None
     record.target = target.spec
+    # measuring kernels may take minutes and drop tensors of a device: not without the collector
+    with nullcontext() if options.tune == "measure" else collector_paused():
+        return _run_steps(graph, options, stage, record, observe, spent, target)
+
+
+def _run_steps(
+    graph: fx.Graph,
+    options: Options,
+    stage: Stage,
+    record: GraphRecord,
+    observe: Observer | None,
+    spent: int,
+    target: Target,
+) -> Exception | None:
+    """What :func:`run` does to a graph that the door let in."""
     started = time.perf_counter()
     _sort(graph)
     snapshot = Snapshot(graph)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import pkgutil
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import graphs
@@ -395,3 +397,30 @@ def test_changed_outputs_are_noticed(change: str, monkeypatch: pytest.MonkeyPatc
             error
         )
         assert models.text_of(received.graph) == models.text_of(source.graph)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_collector_rests_during_the_steps_and_is_put_back(
+    block: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch, was_on: bool, fails: bool
+) -> None:
+    seen = []
+
+    def steps(*arguments: Any) -> None:
+        seen.append(gc.isenabled())
+        if fails:
+            raise NoKernelError("made to fail")
+
+    monkeypatch.setattr(engine, "_run_steps", steps)
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(NoKernelError) if fails else nullcontext():
+            run(block[0])
+        assert seen == [False]
+        assert gc.isenabled() is was_on
+        if not fails:
+            run(block[0], tune="measure")
+            assert seen == [False, was_on]  # device tensors must be collected while measuring
+    finally:
+        (gc.enable if before else gc.disable)()
