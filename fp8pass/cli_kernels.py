@@ -76,8 +76,12 @@ def add_commands(application: "typer.Typer") -> None:
             ),
         ] = None,
         more: Annotated[
-            str, typer.Option(help="fields of the products of --shapes: 'bias, fast_accum'")
-        ] = "",
+            list[str] | None,
+            typer.Option(
+                help="fields of the products of --shapes: 'bias, fast_accum'; may be repeated, "
+                "'' among them: products with none"
+            ),
+        ] = None,
         option: Annotated[
             list[str] | None,
             typer.Option(metavar="NAME=VALUE", help="an option of fp8pass; may be repeated"),
@@ -107,7 +111,7 @@ def add_commands(application: "typer.Typer") -> None:
                 shapes or [],
                 scales or ["row"],
                 rows or [],
-                more,
+                more or [""],
                 option or [],
                 json,
                 table,
@@ -200,7 +204,7 @@ def _tune(
     shapes: list[str],
     scales: list[str],
     rows: list[str],
-    more: str,
+    more: list[str],
     options: list[str],
     json_file: Path | None,
     table_file: Path | None,
@@ -220,7 +224,8 @@ def _tune(
     if model is not None:
         problems = run.products_of(model, rows)
     else:
-        problems = run.products_of_shapes(shapes, scales, rows, more)
+        each = [run.products_of_shapes(shapes, scales, rows, fields) for fields in more]
+        problems = [problem for products in each for problem in products]
     found = run.tune(problems, resolved, again=again)
     if json_file is not None:
         write_atomic(json_file, json_module.dumps(found.to_dict(), indent=1) + "\n")

@@ -1,15 +1,17 @@
 """Timing of calls on the live device: in turns, with inputs that rotate so that caches stay cold.
 
 On a GPU the calls of one candidate, one for each set of inputs, are captured into a CUDA graph and
-timed by events; elsewhere by the clock. Candidates take turns, in an order that rotates, and the
-median counts, so that neither a slow drift nor a single disturbance favours one of them.
+timed by events; elsewhere by the clock. Candidates take turns, in an order that is shuffled each
+time, and the median counts, so that neither a slow drift, nor a single disturbance, nor the clocks
+that a hungry neighbour leaves behind favour one of them.
 """
 
 from __future__ import annotations
 
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
@@ -86,13 +88,14 @@ def timed(call: Callable[[int], Any], count: int, device: torch.device) -> Timed
     return Captured(call, count, keep=False)
 
 
-def interleaved(variants: dict[str, Any], rounds: int) -> dict[str, float]:
-    """Median microseconds of a call for each variant, taken in turns with a rotating order."""
+def interleaved(variants: Mapping[str, Timed], rounds: int) -> dict[str, float]:
+    """Median microseconds of a call for each variant, taken in turns in a changing order."""
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
-    for i in range(rounds):
-        shift = i % len(names)
-        for name in names[shift:] + names[:shift]:
+    shuffled = random.Random(0)
+    for _ in range(rounds):
+        shuffled.shuffle(names)
+        for name in names:
             times[name].append(variants[name].microseconds())
     return {name: statistics.median(values) for name, values in times.items()}
 

@@ -23,6 +23,7 @@ from fp8pass.tuning import session
 from fp8pass.tuning.measure import ROWS, measure, ranges
 from fp8pass.tuning.measured import Measured, Point, Record, key_of, overall
 from fp8pass.tuning.operands import caller, operands, why_not_measured, why_wrong
+from fp8pass.tuning.timing import interleaved
 
 TARGET = Target.detect(HOST)
 DEVICE = torch.device(HOST)
@@ -185,6 +186,54 @@ def test_a_measurement_that_breaks_costs_nothing_but_speed(
     session.ensure(TARGET, problem, options)
     assert "no clock" in caplog.text
     assert choose(TARGET, problem, options).why == "static priority"
+
+
+class Clock:
+    """A candidate that takes the times of a list, over and over, and counts how often it ran."""
+
+    def __init__(self, *us: float) -> None:
+        self.us, self.ran = us, 0
+
+    def microseconds(self) -> float:
+        self.ran += 1
+        return self.us[self.ran % len(self.us)]
+
+
+@pytest.mark.parametrize("runoff", [True, False])
+def test_the_nearer_to_the_fastest_the_more_often_timed(runoff: bool) -> None:
+    clocks = {
+        "best": Clock(10.0), "near": Clock(10.3), "far": Clock(20.0), "hopeless": Clock(31.0),
+        measuring._WRITER: Clock(1.0),
+    }  # fmt: skip
+    found = measuring._contest(clocks, 4, 15, runoff=runoff)
+    assert found == {name: clock.us[0] for name, clock in clocks.items()}
+    final = 45 if runoff else 0
+    assert {name: clock.ran for name, clock in clocks.items()} == {
+        "best": 18 + final, "near": 18 + final, "far": 18, "hopeless": 3, measuring._WRITER: 18,
+    }  # fmt: skip
+
+
+def test_slow_products_are_timed_less_often() -> None:
+    clocks = {"one": Clock(1e5), "other": Clock(3e5)}
+    measuring._contest(clocks, 4, 15, runoff=True)
+    assert [clock.ran for clock in clocks.values()] == [8, 8]
+
+
+def test_turns_change_their_order() -> None:
+    order: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def microseconds(self) -> float:
+            order.append(self.name)
+            return 1.0
+
+    interleaved({name: Noted(name) for name in "abc"}, 40)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 120, 3)]
+    assert all(sorted(each) == ["a", "b", "c"] for each in rounds)
+    assert len(set(rounds)) == 6
 
 
 # ---- ranges --------------------------------------------------------------------------------------
