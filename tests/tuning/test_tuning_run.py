@@ -67,6 +67,17 @@ def test_sizes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert code == 0 and next((tmp_path / "cache").glob("*.json")).read_text() == kept
 
 
+def test_more_may_be_repeated(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, _, err = command(
+        capsys, "--shapes", "64,96", "--rows", "2", "--more", "", "--more", "bias",
+        "--json", "found.json",
+    )  # fmt: skip
+    assert code == 0, err
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert ["bias" in p["product"] for p in found["products"]] == [False, True]
+    assert all(p["points"] for p in found["products"])
+
+
 def test_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "a_program.py").write_text(
         "import models\ndef pair():\n    return models.build(models.Pair), (models.rows(3),)\n"
